@@ -1,5 +1,5 @@
-# Everything a developer runs, from a fresh clone: the first target that needs it builds .venv from
-# requirements.lock with whatever package index pip is configured for.
+# All commands for developers; they work in a fresh clone. The first target that needs .venv builds it from
+# requirements.lock, using the package index that pip is configured for.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -12,24 +12,27 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-# Two processes leave two cores idle for more than a third of the time. Each has servers of its own; the tests of a file
-# share what they start.
+# Without bytecode, each of the thousands of processes that tests start would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
+# With two processes, two cores are idle for more than a third of the time. Each process has its own servers; the tests
+# of a file share the servers that they start.
 PROCESSES ?= 3
 PYTEST = $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder --durations 10
 
-# $(call debian-install,PACKAGE): install a package of Debian, with fresh lists when the old ones do not do.
+# $(call debian-install,PACKAGE): install a Debian package; if that fails, update the package lists and retry.
 debian-install = export DEBIAN_FRONTEND=noninteractive; \
 	apt-get install -y --no-install-recommends $(1) || { apt-get update && apt-get install -y --no-install-recommends $(1); }
 
-# Whether we may install system packages: root, on Debian or a child of it.
+# Test whether system packages can be installed: as root, on Debian or a derivative.
 is-debian-root = [ "$$(id -u)" = 0 ] && [ -e /etc/debian_version ]
 
 .PHONY: help
-help: ## show this list
+help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: setup
-setup: $(INSTALLED) java ## build .venv and check for Java (done by the others when needed)
+setup: $(INSTALLED) java ## build .venv and check for Java (other targets do this if needed)
 
 $(INSTALLED): requirements.lock setup.cfg
 	@command -v $(PYTHON) >/dev/null || { \
@@ -44,7 +47,7 @@ $(INSTALLED): requirements.lock setup.cfg
 	$(BIN)/python -m pip check
 	@touch $@
 
-# Spark takes JAVA_HOME before PATH, so that is the Java whose version counts.
+# Spark prefers JAVA_HOME over PATH, so the version of that Java is checked.
 .PHONY: java
 java:
 	@major() { \
@@ -57,14 +60,15 @@ java:
 		"(on Debian: apt-get install openjdk-17-jre-headless) or point JAVA_HOME to one." >&2; \
 	exit 1
 
-# Some tests want collations and extensions that the wheel's Postgres lacks; without these binaries they are skipped.
+# Some tests need collations and extensions that the Postgres of the Python wheel lacks; they are skipped without these
+# binaries.
 .PHONY: postgres
 postgres: | java
 	@if compgen -G '/usr/lib/postgresql/*/bin/postgres' >/dev/null; then exit 0; fi; \
 	if $(is-debian-root); then $(call debian-install,postgresql); exit 0; fi; \
 	echo "Tests that need a full Postgres are skipped: there is none in /usr/lib/postgresql (on Debian: apt-get install postgresql)." >&2
 
-# The MySQL sink is tested against Debian's MariaDB, as servers of the tests' own: the package's service stays off.
+# The MySQL sink is tested with Debian's MariaDB. The tests start their own servers; the package's service remains off.
 .PHONY: mariadb
 mariadb: | java
 	@if [ -x /usr/sbin/mariadbd ]; then exit 0; fi; \
@@ -75,60 +79,61 @@ mariadb: | java
 	fi; \
 	echo "Tests of the MySQL sink are skipped: there is no /usr/sbin/mariadbd (on Debian: apt-get install mariadb-server)." >&2
 
-# The page is tested in a real browser; without one those tests are skipped.
+# The page is tested in a real browser; without a browser, these tests are skipped.
 .PHONY: chromium
 chromium: | java
 	@if [ -x /usr/bin/chromium ]; then exit 0; fi; \
 	if $(is-debian-root); then $(call debian-install,chromium); exit 0; fi; \
 	echo "Tests of the page in a browser are skipped: there is no /usr/bin/chromium (on Debian: apt-get install chromium)." >&2
 
-# Jars that Spark does not bring, fetched once: what tests need of the packages that users name in spark.jars.packages.
+# Jars that Spark does not include, fetched once: the packages that users set in spark.jars.packages and tests need.
 .PHONY: jars
 jars: $(INSTALLED) java
-	@echo "Fetching the jars of Delta Lake, unless they are there."; $(BIN)/python -m tests.support.delta_spark || \
-		echo "Tests of the Delta sink are skipped: its jars cannot be fetched from Maven Central." >&2
+	@echo "Fetching the jars of Delta Lake and of Spark for Kafka, if they are missing."; $(BIN)/python -m tests.support.spark_jars || \
+		echo "Tests of Delta Lake and of Kafka as a source are skipped: their jars cannot be fetched from Maven Central." >&2
 
-# Hadoop's small cluster for tests, which is an HDFS for those of the files sink.
+# Hadoop's minicluster, which provides HDFS for tests of the files sink.
 .PHONY: hdfs
 hdfs: $(INSTALLED) java
-	@echo "Fetching the jar of Hadoop's small cluster, unless it is there."; $(BIN)/python -m tests.support.hdfs || \
+	@echo "Fetching the jar of Hadoop's minicluster, if it is missing."; $(BIN)/python -m tests.support.hdfs || \
 		echo "Tests of files in HDFS are skipped: the jar cannot be fetched from Maven Central." >&2
 
-# Kafka's own broker, for the tests of the Kafka sink.
+# Kafka's own broker, for tests of the Kafka sink.
 .PHONY: kafka
 kafka: $(INSTALLED) java
-	@echo "Fetching the jars of Kafka, unless they are there."; $(BIN)/python -m tests.support.kafka_server || \
+	@echo "Fetching the jars of Kafka, if they are missing."; $(BIN)/python -m tests.support.kafka_server || \
 		echo "Tests against Kafka are skipped: its jars cannot be fetched from Maven Central." >&2
 
-# What the benchmarks compare with, as far as it is tested.
+# The systems that the benchmarks compare with and that have tests.
 .PHONY: peers
 peers: $(INSTALLED) java
-	@echo "Fetching the jars of Debezium, unless they are there."; $(BIN)/python -m benchmarks.peers || \
-		echo "Tests of the benchmarks beside Debezium and Spark's JDBC are skipped: they need Maven Central and a JDK." >&2
+	@echo "Fetching the jars of Debezium, if they are missing."; $(BIN)/python -m benchmarks.peers || \
+		echo "Tests of the benchmarks with Debezium and Spark's JDBC are skipped: they need Maven Central and a JDK." >&2
 
 .PHONY: all-test-tools
 all-test-tools: $(INSTALLED) java postgres mariadb chromium jars hdfs kafka
 
 .PHONY: test
-test: all-test-tools ## run the tests (PROCESSES=n at a time, 3 by default), of long tests few cases
+test: all-test-tools ## run the tests in PROCESSES processes (3 by default), with few cases of long tests
 	$(PYTEST) --thin
 
 .PHONY: test-thorough
-test-thorough: all-test-tools peers ## run all cases of all tests, which takes more than twice as long
+test-thorough: all-test-tools peers ## run all cases of all tests, which takes more than twice as long as test
 	$(PYTEST)
 
 .PHONY: test-fast
-test-fast: $(INSTALLED) postgres mariadb ## run the quick tests, which start neither Spark nor Airflow
-	$(PYTEST) -m "not spark and not airflow and not slow"
+test-fast: $(INSTALLED) postgres ## run the quick tests: no Spark, no Airflow, no servers but Postgres
+	$(PYTEST) --ignore tests/airflow --ignore tests/airflow_shells \
+		-m "not spark and not airflow and not slow and not lengthy and not servers"
 
-# Debian has no MySQL but in its unstable distribution, from which it is unpacked and not installed.
+# Debian has MySQL only in its unstable distribution; the package is unpacked, not installed.
 test-mysql: DIRECTORY ?= /var/tmp/airflow-cdc-mysql
 .PHONY: test-mysql
-test-mysql: $(INSTALLED) java ## run the tests of the MySQL sink against MySQL, fetched into DIRECTORY
+test-mysql: $(INSTALLED) java ## run the tests of the MySQL sink with MySQL, which is fetched into DIRECTORY
 	MYSQLD=$$($(BIN)/python -m tests.support.mysql_server $(DIRECTORY)) $(PYTEST) tests/sinks/mysql
 
 .PHONY: lint
-lint: $(INSTALLED) ## check style, formatting, which folder imports which, and that files are short
+lint: $(INSTALLED) ## check style, formatting, imports between folders, and the length of files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports setup.cfg --no-cache
@@ -140,29 +145,29 @@ types: $(INSTALLED) ## check types
 	$(BIN)/mypy
 
 .PHONY: format
-format: $(INSTALLED) ## format the code and repair what can be repaired
+format: $(INSTALLED) ## format the code and fix style problems that can be fixed automatically
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 .PHONY: demo
-demo: $(INSTALLED) java $(if $(filter mysql kafka-to-mysql,$(SINK) $(PIPELINE)),mariadb) ## show it at work, all temporary (SINK=mysql, delta, files or kafka; PIPELINE=kafka-to-mysql or kafka-to-kafka)
+demo: $(INSTALLED) java $(if $(filter mysql kafka-to-mysql,$(SINK) $(PIPELINE)),mariadb) ## run the demo in temporary servers (SINK=mysql, delta, files or kafka; PIPELINE=kafka-to-mysql or kafka-to-kafka)
 	$(BIN)/python -m demo $(if $(PIPELINE),--pipeline $(PIPELINE)) $(if $(SINK),--sink $(SINK))
 
 .PHONY: up
-up: $(INSTALLED) java ## start Airflow with a shop and its pipeline to click around in, until Ctrl-C
+up: $(INSTALLED) java ## start Airflow with a demo shop and its pipeline for exploring, until Ctrl-C
 	$(BIN)/python -m demo.up
 
 torture: SECONDS ?= 120
 torture: SEED ?= 1
 .PHONY: torture
-torture: $(INSTALLED) java ## torture a pipeline: SECONDS=n SEED=s, MODE=mirror or changelog
+torture: $(INSTALLED) java ## stress a pipeline with random failures: SECONDS=n SEED=s, MODE=mirror or changelog
 	$(BIN)/python -m tests.torture --seconds $(SECONDS) --seed $(SEED) $(if $(MODE),--mode $(MODE))
 
 .PHONY: bench
-bench: $(if $(CASE),$(INSTALLED) java,all-test-tools peers) ## measure all and write docs/benchmarks.md, which takes hours; CASE=latency for one case, RUN=streams for a part
+bench: $(if $(CASE),$(INSTALLED) java,all-test-tools peers) ## run all benchmarks and write docs/benchmarks.md, which takes hours; CASE=latency for one case, RUN=streams for a part
 	$(BIN)/python -m $(if $(CASE),benchmarks $(CASE) $(if $(SECONDS),--seconds $(SECONDS)),benchmarks.suite $(RUN))
 
 .PHONY: clean
-clean: ## remove caches and build output; .venv stays
+clean: ## remove caches and build output, but not .venv
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache spark-warehouse metastore_db derby.log
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,9 +1,8 @@
 """Change data capture from Postgres on Spark, run by Airflow.
 
-Importing this package imports nothing else: the engine is shipped to Spark
-executors that have no Airflow, and Airflow discovers providers at a moment
-when importing Airflow itself is not yet safe. What Dag files take from here is
-imported when they ask for it.
+Importing this package imports nothing else. The engine is shipped to Spark executors that have no Airflow, and Airflow
+discovers providers at a time when importing Airflow itself is not yet safe. The names that Dag files use are imported
+on first access.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Airflow's assets for the tables of a pipeline, so that other Dags run when a table has changed.
 
-A stream task ends with an event for each table that it changed. Events are a hint, not a log: Airflow may hand several
-to one run. What a consumer goes by is ``applied_lsn`` of the last event: all that the source committed before it is in
-the target.
+A stream task ends with an event for each table that it changed. Events are a hint, not a log: Airflow may pass several
+events to one run. A consumer should rely on ``applied_lsn`` of the last event: the target has everything that the
+source committed before that LSN.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from airflow.sdk import Context
 
 CHANGED_TABLES = AssetAlias("airflow-cdc", group="airflow-cdc")
-"""Stands for all tables of all pipelines: which ones a stream changes is known when it ends."""
+"""An alias for all tables of all pipelines, because the tables that a stream changes are known only when it ends."""
 
 
 def table_asset(pipeline: str, table: str) -> Asset:
-    """The asset of a table's copy, for the ``schedule`` of a Dag that reads it.
+    """Return the asset of a table's copy, for the ``schedule`` of a Dag that reads it.
 
     :param pipeline: the pipeline's name.
     :param table: the source table, ``schema.table``.
@@ -32,11 +32,11 @@ def table_asset(pipeline: str, table: str) -> Asset:
 
 
 def announce_changes(context: Context, pipeline: str, result: Mapping[str, Any]) -> None:
-    """Leave an event for each table that a stream changed.
+    """Add an event for each table that a stream changed.
 
-    :param context: of a task that has :data:`CHANGED_TABLES` among its outlets.
+    :param context: the context of a task that has :data:`CHANGED_TABLES` among its outlets.
     :param pipeline: the pipeline's name.
-    :param result: what ``stream`` returned.
+    :param result: the result of ``stream``.
     """
     for table, changes in result["tables"].items():
         extra = {"pipeline": pipeline, "applied_lsn": result["applied_lsn"], "changes": changes}

@@ -1,4 +1,4 @@
-"""A pipeline as a part of a Dag, :class:`CdcTaskGroup`, and as a whole one, :func:`cdc_dag`."""
+"""A pipeline as a part of a Dag, :class:`CdcTaskGroup`, or as a whole Dag, :func:`cdc_dag`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from airflow.sdk.definitions.mappedoperator import MappedOperator
 
 UNTIL = "{{ params.get('until_lsn') or params.until }}"
-"""Where the stream ends, as the fields of :func:`stream_params` say it."""
+"""The end of the stream, from the fields of :func:`stream_params`."""
 
 _LSN = "[0-9A-Fa-f]{1,8}/[0-9A-Fa-f]{1,8}"
-# Airflow's form makes a list of `enum`. In draft 7 a `$ref` is all that validates, whatever stands beside it: the
-# command line and the API may also give an LSN, and other spellings, such as the `stopped` of earlier runs.
+# Airflow's form shows `enum` as a list. In draft 7, a `$ref` disables the validation of keywords next to it, so that
+# the command line and the API may also give an LSN or other spellings, such as `stopped` in earlier runs.
 _SAID_BY_OTHERS: dict[str, Any] = {
     "$schema": "http://json-schema.org/draft-07/schema#",
     "$ref": "#/definitions/until",
@@ -35,11 +35,11 @@ _SAID_BY_OTHERS: dict[str, Any] = {
 
 _STEPS = """
 * **preflight** checks servers, privileges and tables, and changes nothing.
-* **provision** makes publication and replication slot, or verifies those that exist, and plans the copy.
+* **provision** creates publication and replication slot, or verifies those that exist, and plans the copy.
 * **plan** divides the chunks that are not copied yet into groups; **snapshot** copies each group in a Spark job.
 * **stream** applies the changes until it has caught up, is stopped, or has reached an LSN.
 
-What was copied is not copied again: a later run catches up.
+Copied chunks are not copied again: a later run only catches up.
 """
 
 
@@ -63,9 +63,9 @@ def pipeline_steps(
     conf: Mapping[str, str] | None = None,
     pool: str | None = None,
 ) -> PipelineSteps:
-    """Make the tasks of a pipeline in the Dag, or the task group, that is being defined.
+    """Create the tasks of a pipeline in the current Dag or task group.
 
-    The defaults take the fields of :func:`stream_params`. For the parameters see :class:`CdcTaskGroup`.
+    The defaults use the fields of :func:`stream_params`. For the parameters see :class:`CdcTaskGroup`.
     """
     spark = {"pipeline": pipeline, "spark_conn_id": spark_conn_id, "conf": conf}
     preflight = CdcPreflightOperator(task_id="preflight", pipeline=pipeline)
@@ -78,25 +78,26 @@ def pipeline_steps(
         **({"pool": pool} if pool else {}),
         **spark,
     ).expand(group=plan.output)
-    # With an epoch of its own: a re-read between two tasks, which takes one too, is waited for and does not fence it. A
-    # snapshot without groups is skipped, which must not skip what follows.
+    # The stream takes its own epoch. Therefore a re-read between two tasks, which also takes one, is waited for and
+    # does not fence the stream. If there are no groups, the snapshot is skipped, which must not skip later tasks.
     stream = CdcStreamOperator(task_id="stream", until=until, trigger_rule=TriggerRule.NONE_FAILED, **spark)
     preflight >> provision >> plan >> snapshot >> stream
     return PipelineSteps(preflight, provision, plan, snapshot, stream)
 
 
 class CdcTaskGroup(TaskGroup):
-    """All steps of a pipeline: preflight, provision, plan, snapshot (one mapped task a group of chunks), stream.
+    """All steps of a pipeline: preflight, provision, plan, snapshot (a mapped task for each group of chunks), stream.
 
-    Each is an attribute of the group, to hang other tasks on. Further parameters are those of ``TaskGroup``.
+    Each step is an attribute of the group, so that other tasks can depend on it. Further parameters are those of
+    ``TaskGroup``.
 
     :param group_id: the group's name, and the prefix of its tasks' names.
     :param pipeline: path of the pipeline file. (templated)
-    :param until: where the stream ends, see :class:`.CdcStreamOperator`. (templated)
-    :param groups: how many Spark jobs copy chunks at the same time, at most. (templated)
-    :param spark_conn_id: the Spark connection; its master wins over that of the pipeline file.
-    :param conf: Spark configuration, merged over the pipeline's ``spark.conf``. (templated)
-    :param pool: the pool of the snapshot's tasks, to bound what all pipelines of a source read at the same time.
+    :param until: the end of the stream, see :class:`.CdcStreamOperator`. (templated)
+    :param groups: the maximum number of Spark jobs that copy chunks at the same time. (templated)
+    :param spark_conn_id: the Spark connection; its master overrides that of the pipeline file.
+    :param conf: Spark configuration that overrides the pipeline's ``spark.conf``. (templated)
+    :param pool: the pool of the snapshot's tasks, to limit the concurrent reads of all pipelines of a source.
     """
 
     def __init__(
@@ -131,18 +132,18 @@ def cdc_dag(
     pool: str | None = None,
     **kwargs: Any,
 ) -> DAG:
-    """The Dag of a pipeline, named, tagged and described after its file.
+    """Return the Dag of a pipeline, with name, tags and description from its file.
 
     The file is read where Dags are parsed, without connections and secrets. Further parameters are those of ``DAG``.
 
     :param pipeline: path of the pipeline file, for Dag processor and workers.
-    :param schedule: when it runs, for example ``*/5 * * * *`` to catch up every five minutes.
-    :param until: where the stream ends, the default of the form's field.
-    :param groups: how many Spark jobs copy chunks at the same time, at most; the default of the form's field.
+    :param schedule: the schedule, for example ``*/5 * * * *`` to catch up every five minutes.
+    :param until: the end of the stream; the default of the form's field.
+    :param groups: the maximum number of Spark jobs that copy chunks at the same time; the default of the form's field.
     :param spark_conn_id: the Spark connection.
-    :param conf: Spark configuration, merged over the pipeline's.
+    :param conf: Spark configuration that overrides the pipeline's.
     :param pool: the pool of the snapshot's tasks.
-    :raises ConfigError: when the file or ``until`` is wrong; Airflow shows it, with the solution, as an import error.
+    :raises ConfigError: if the file or ``until`` is invalid; Airflow shows it with the solution as an import error.
     """
     try:
         outline, params = Pipeline.outline(pipeline), stream_params(until, groups)
@@ -164,15 +165,15 @@ def cdc_dag(
 
 
 def pipeline_tag(name: str) -> str:
-    """The tag by which the page CDC knows the Dag that runs a pipeline and no other.
+    """Return the tag by which the page CDC recognizes the Dag that runs only this pipeline.
 
-    :param name: the pipeline's.
+    :param name: the pipeline's name.
     """
     return f"cdc:{name}"
 
 
 def pipeline_param() -> dict[str, Param]:
-    """The field of a form that names the pipeline file; its default is the variable ``AIRFLOW_CDC_PIPELINE``."""
+    """Return the form's field for the pipeline file; its default is the variable ``AIRFLOW_CDC_PIPELINE``."""
     return {
         "pipeline": Param(
             os.environ.get("AIRFLOW_CDC_PIPELINE", "/opt/airflow/pipelines/shop.yaml"),
@@ -185,11 +186,11 @@ def pipeline_param() -> dict[str, Param]:
 
 
 def stream_params(until: str = CAUGHT_UP, groups: int = 2) -> dict[str, Param]:
-    """Return the fields of a form for what snapshot and stream do.
+    """Return the form's fields for snapshot and stream.
 
-    :param until: the default of where the stream ends.
-    :param groups: the default of how many Spark jobs copy chunks.
-    :raises ConfigError: when ``until`` is no end of a stream.
+    :param until: the default end of the stream.
+    :param groups: the default maximum number of Spark jobs that copy chunks.
+    :raises ConfigError: if ``until`` is not a valid end of a stream.
     """
     ending = Ending.parse(until)
     return {
@@ -198,12 +199,12 @@ def stream_params(until: str = CAUGHT_UP, groups: int = 2) -> dict[str, Param]:
             type="string",
             enum=[CAUGHT_UP, FOREVER],
             values_display={
-                CAUGHT_UP: "caught up: all that is committed when it begins is applied",
-                FOREVER: "forever: somebody stops it",
+                CAUGHT_UP: "caught up: everything committed before it began is applied",
+                FOREVER: "forever: until a user stops it",
             },
             title="Stream until",
-            description="A run that goes on forever occupies no worker; `airflow-cdc stop`, or Stop on the page CDC, "
-            "ends it.",
+            description="A run without end occupies no worker; end it with `airflow-cdc stop`, or with Stop on the "
+            "page CDC.",
             **_SAID_BY_OTHERS,
         ),
         "until_lsn": Param(
@@ -211,7 +212,7 @@ def stream_params(until: str = CAUGHT_UP, groups: int = 2) -> dict[str, Param]:
             type=["null", "string"],
             pattern=f"^{_LSN}$",
             title="Stream until LSN",
-            description="A position in the source's log such as 0/16B3748, instead of the choice above.",
+            description="A position in the source's log such as 0/16B3748; overrides the choice above.",
         ),
         "groups": Param(
             groups,
@@ -219,7 +220,7 @@ def stream_params(until: str = CAUGHT_UP, groups: int = 2) -> dict[str, Param]:
             minimum=1,
             maximum=32,
             title="Snapshot groups",
-            description="How many Spark jobs copy chunks at the same time, at most.",
+            description="The maximum number of Spark jobs that copy chunks at the same time.",
         ),
     }
 

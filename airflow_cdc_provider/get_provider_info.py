@@ -1,4 +1,4 @@
-"""What Airflow learns about this provider when it looks for installed ones. Imports nothing."""
+"""The metadata that Airflow reads when it discovers installed providers. This module imports nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def get_provider_info() -> dict[str, object]:
         "description": (
             "Change data capture from `PostgreSQL <https://www.postgresql.org/>`__ on "
             "`Apache Spark <https://spark.apache.org/>`__: parallel snapshots, a stream that applies "
-            "each change exactly once, and care of the replication slot.\n"
+            "each change exactly once, and monitoring of the replication slot.\n"
         ),
         "integrations": [
             {
@@ -71,27 +71,27 @@ def get_provider_info() -> dict[str, object]:
                         "port": "5432",
                         "schema": "shop",
                         "login": "cdc, for a source with REPLICATION",
-                        "password": "empty if a certificate or .pgpass says who it is",
+                        "password": "empty if a certificate or .pgpass is used",
                         "extra": '{"connect_timeout": "10", "sslcert": "/etc/ssl/cdc.crt"}',
                     },
                 },
                 "conn-fields": {
                     "use": {
                         "label": "Used as",
-                        "description": "Only for Test: what a pipeline is to use it as",
+                        "description": "Only for Test: the role of the server in a pipeline",
                         "schema": {
                             "type": "string",
                             "enum": ["source", "target"],
                             "values_display": {
                                 "source": "source: changes are captured from it",
-                                "target": "target: they are copied into it",
+                                "target": "target: changes are copied into it",
                             },
                             "default": "source",
                         },
                     },
                     "sslmode": {
                         "label": "SSL mode",
-                        "description": "How TLS is used and the server's certificate checked, as libpq's sslmode",
+                        "description": "Whether TLS is used and the certificate is checked, as libpq's sslmode",
                         "schema": {
                             "type": ["string", "null"],
                             "enum": ["disable", "allow", "prefer", "require", "verify-ca", "verify-full", None],
@@ -102,24 +102,24 @@ def get_provider_info() -> dict[str, object]:
                     "sslrootcert": {
                         "label": "SSL root certificate",
                         "description": (
-                            "File with the certificate of the authority that signed the server's, on workers, triggerer"
-                            " and Spark's executors; for example /etc/ssl/db-authority.crt"
+                            "File with the certificate of the authority that signed the server's certificate; must be"
+                            " on workers, triggerer and Spark's executors; for example /etc/ssl/db-authority.crt"
                         ),
                         "schema": {"type": ["string", "null"], "default": None},
                     },
                     "slot": {
                         "label": "Replication slot to test",
                         "description": (
-                            "Only for Test, of a source: the slot that a pipeline is to use, for example"
-                            " airflow_cdc_shop; whether it is ours, or one is free"
+                            "Only for Test of a source: the slot that a pipeline will use, for example"
+                            " airflow_cdc_shop; checks that the pipeline can use it, or that a slot is free"
                         ),
                         "schema": {"type": ["string", "null"], "pattern": "^[a-z0-9_]{0,63}$", "default": None},
                     },
                     "publication": {
                         "label": "Publication to test",
                         "description": (
-                            "Only for Test, of a source: the publication that a pipeline is to use, for example"
-                            " airflow_cdc_shop; whether it publishes all operations, or can be created"
+                            "Only for Test of a source: the publication that a pipeline will use, for example"
+                            " airflow_cdc_shop; checks that it publishes all operations, or can be created"
                         ),
                         "schema": {"type": ["string", "null"], "maxLength": 63, "default": None},
                     },
@@ -136,7 +136,7 @@ def get_provider_info() -> dict[str, object]:
                 "options": {
                     "pipelines": {
                         "description": (
-                            "Where the pipeline files are that the page shows: a folder, or a glob of files. "
+                            "Location of the pipeline files that the page shows: a folder, or a glob of files. "
                             "The API server reads them."
                         ),
                         "version_added": "0.1.0",
@@ -146,8 +146,8 @@ def get_provider_info() -> dict[str, object]:
                     },
                     "spark_history_server": {
                         "description": (
-                            "Address of Spark's history server, to which the links of ended Spark jobs lead. "
-                            "The jobs have to write event logs for it."
+                            "Address of Spark's history server, which the links of ended Spark jobs lead to. "
+                            "The jobs must write event logs for it."
                         ),
                         "version_added": "0.1.0",
                         "type": "string",

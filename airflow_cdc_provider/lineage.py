@@ -1,4 +1,4 @@
-"""Which table is copied into which, in OpenLineage's terms, where its provider is installed."""
+"""Reports source tables and their targets to OpenLineage, if its provider is installed."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Place:
+class LineageDataset:
     """A table as OpenLineage names it.
 
-    :param server: of a table of Postgres, ``postgres://host:port``.
-    :param table: of a table of Postgres, ``database.schema.table``.
+    :param server: for a table of Postgres ``postgres://host:port``.
+    :param table: for a table of Postgres ``database.schema.table``.
     """
 
     server: str
     table: str
 
 
-Flow = tuple[Place, Place]
+Flow = tuple[LineageDataset, LineageDataset]
 """A source table or topic, and the table that its rows go to."""
 
 
 def read_flows(pipeline: Pipeline, tables: Collection[str] | None = None) -> tuple[Flow, ...]:
-    """The flows of a pipeline, from its commit record; none where OpenLineage's provider is not installed.
+    """Return the flows of a pipeline from its commit record; none if OpenLineage's provider is not installed.
 
     :param tables: the source tables' labels, ``schema.table``; all by default.
-    :raises CdcError: when the sink cannot be asked.
+    :raises CdcError: if the sink cannot be reached.
     """
     if not is_wanted():
         return ()
     from airflow_cdc_provider.engine.runs.commit_records import existing_record
 
     return tuple(
-        (place, Place(*branch.sink.dataset(branch.name, target.schema, target.name)))
+        (place, LineageDataset(*branch.sink.dataset(branch.name, target.schema, target.name)))
         for branch in pipeline.branches
         for record in [existing_record(branch)]
         for target in record.targets
@@ -51,13 +51,13 @@ def read_flows(pipeline: Pipeline, tables: Collection[str] | None = None) -> tup
     )
 
 
-def _sources(pipeline: Pipeline, record: Record, target: Target) -> list[Place]:
-    """Where the rows of a target come from."""
-    return [Place(*found) for found in pipeline.source.datasets(record.identity, target.table)]
+def _sources(pipeline: Pipeline, record: Record, target: Target) -> list[LineageDataset]:
+    """Return the source tables or topics of a target's rows."""
+    return [LineageDataset(*found) for found in pipeline.source.datasets(record.identity, target.table)]
 
 
 def is_wanted() -> bool:
-    """Whether OpenLineage's provider is installed and switched on."""
+    """Return whether OpenLineage's provider is installed and enabled."""
     try:
         if importlib.util.find_spec("airflow.providers.openlineage") is None:
             return False
@@ -69,7 +69,7 @@ def is_wanted() -> bool:
 
 
 def facets(flows: Collection[Flow]) -> OperatorLineage[Any, Any]:
-    """Flows as inputs and outputs of a task."""
+    """Return flows as inputs and outputs of a task."""
     from airflow.providers.common.compat.openlineage.facet import Dataset
     from airflow.providers.openlineage.extractors import OperatorLineage
 

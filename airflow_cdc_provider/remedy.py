@@ -1,10 +1,10 @@
-"""Remedies of the engine for readers in Airflow, who may have a Dag for what a command line does."""
+"""Adapts remedies of the engine for users of Airflow, who may have a Dag that does the same as a command."""
 
 from __future__ import annotations
 
 import re
 
-# The longer command first.
+# Longer commands come first.
 _DAGS = {
     "resnapshot --all": "the Dag `cdc_resnapshot` with Everything",
     "resnapshot": "the Dag `cdc_resnapshot` with Tables",
@@ -14,7 +14,7 @@ _DAGS = {
 
 
 def in_airflow(solution: str) -> str:
-    """Return a remedy with the Dag that does what the first command in it does, unless it names a Dag itself."""
+    """Return a remedy that also names the Dag for its first command, unless it already names a Dag."""
     found = (" ".join(text.split()) for text in re.findall(r"`airflow-cdc\s+([^`]+)`", solution))  # it may be wrapped
     commands = [text for text in found if text.startswith(tuple(_DAGS))]
     if not commands or re.search(r"\bDag\b", solution):

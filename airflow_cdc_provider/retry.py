@@ -1,9 +1,9 @@
-"""What Airflow does after an error of the engine: the directive of the error's class, in Airflow's terms.
+"""Converts the retry directive of the engine's errors to Airflow's terms.
 
-An error that trying again cannot mend, or after which a person has to look first, ends the task whatever its
-``retries`` and its retry policy are: it is an ``AirflowFailException``. All others are left to ``retries``, with
-:data:`CDC_RETRY_POLICY` for the reason that Airflow then shows. The operators have the policy by default; it also
-serves tasks that call the engine themselves, whose errors come without Airflow's clothes.
+An error becomes an ``AirflowFailException`` if a retry cannot resolve it, or if a person must look at it first. It ends
+the task, whatever its ``retries`` and its retry policy are. All other errors are left to ``retries``;
+:data:`CDC_RETRY_POLICY` provides the reason that Airflow shows. The operators have the policy by default. Tasks that
+call the engine directly can use it, too: it understands errors of the engine that are not wrapped for Airflow.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class _OfTheEngine(AirflowException):
-    """What the two kinds of failure share.
+    """The common base of both kinds of failure.
 
-    :param message: what happened.
-    :param solution: what the user should do.
-    :param directive: what to do after the engine's error.
+    :param message: a description of what happened.
+    :param solution: the action that the user should take.
+    :param directive: the retry directive of the engine's error.
     :param kind: the name of the engine's error.
     """
 
@@ -38,46 +38,46 @@ class _OfTheEngine(AirflowException):
         self.kind = kind
 
     def __reduce__(self) -> tuple[type[_OfTheEngine], tuple[str, str, Retry, str]]:
-        """Pickle by the parameters, which are not those of ``Exception``."""
+        """Pickle by the parameters, because they differ from those of ``Exception``."""
         return type(self), (self.message, self.solution, self.directive, self.kind)
 
 
 class CdcTaskFailed(_OfTheEngine):
-    """A task failed of something that may pass; ``retries`` decides."""
+    """A failure of a task that may be temporary; ``retries`` decides."""
 
 
 class CdcTaskRefused(_OfTheEngine, AirflowFailException):
-    """A task failed of something that trying again cannot mend, or that a person has to look at first."""
+    """A failure of a task that a retry cannot resolve, or that a person must look at first."""
 
 
 class CdcRetryPolicy(RetryPolicy):
-    """Retries a task as the engine's error asks; other exceptions are left to Airflow's own logic."""
+    """A policy that follows the retry directive of the engine's error; Airflow's own logic handles other exceptions."""
 
     def evaluate(
         self, exception: BaseException, try_number: int, max_tries: int, context: Context | None = None
     ) -> RetryDecision:
-        """Decide by the first error of the engine among the exception and its causes."""
+        """Decide based on the first error of the engine among the exception and its causes."""
         found = next((e for e in _causes(exception) if isinstance(e, CdcError | _OfTheEngine)), None)
         if found is None:
             return RetryDecision.default()
         directive = found.retry if isinstance(found, CdcError) else found.directive
         if directive is Retry.RETRY:
             return RetryDecision.retry(reason=f"{found.kind}: {found.message}")
-        why = "a person has to look first" if directive is Retry.ASK else "trying again cannot help"
+        why = "a person must look at it first" if directive is Retry.ASK else "a retry cannot help"
         return RetryDecision.fail(reason=f"{found.kind}, {why}: {found.message}. {found.solution}")
 
     def serialize(self) -> dict[str, Any]:
-        """Nothing but its type: the policy has no settings."""
+        """Return only the type, because the policy has no settings."""
         return {"__type": type(self).__name__}
 
     @classmethod
     def deserialize(cls, data: dict[str, Any]) -> CdcRetryPolicy:
-        """The policy; it has no settings."""
+        """Return the policy, which has no settings."""
         return cls()
 
 
 CDC_RETRY_POLICY = CdcRetryPolicy()
-"""For ``retry_policy`` of any task that calls the engine."""
+"""A value for ``retry_policy`` of any task that calls the engine."""
 
 
 def _causes(exception: BaseException | None) -> Iterator[BaseException]:

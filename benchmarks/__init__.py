@@ -1,1 +1,1 @@
-"""What the engine's throughput is, each figure beside the one that Postgres's own tools reach on the same machine."""
+"""Benchmarks of the engine's throughput, each compared with Postgres's own tools on the same machine."""

@@ -1,7 +1,7 @@
 """``python -m benchmarks``: measure, check, and print tables.
 
-Exit codes: 0 when all cases ended with the right rows, 1 when one did not, or when one found something that is not as
-it should be, such as memory that went beyond its bounds.
+Exit code 0 means that all cases ended with the right rows. Exit code 1 means that a case did not, or that a case found
+a fault, such as memory beyond its bounds.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from local_servers.postgres import find_binaries
 
 @dataclass(frozen=True)
 class Case:
-    """What can be measured by name.
+    """One or more measurements that can be selected by name.
 
-    :param measure: called once for all of its names that are asked for.
+    :param measure: called once with all of its names that were requested.
     """
 
     measure: Callable[[argparse.Namespace, frozenset[str]], Sequence[Series] | Finding]
@@ -53,15 +53,18 @@ def _scaling(options: argparse.Namespace, _: frozenset[str]) -> Finding:
 
 CASES = {
     **{name: Case(_throughput, text) for name, text in throughput.CASES.items()},
-    latency.LATENCY: Case(_latency, "from a commit to the row in the mirror, at several rates"),
-    floor.FLOOR: Case(lambda options, _: floor.measure(options.batches), "what the smallest batches take, by phase"),
-    sustained.SUSTAINED: Case(_sustained, "the rate that is followed for minutes, and what it costs"),
-    scaling.SCALING: Case(_scaling, "executors, tables and backlogs"),
-    startup.STARTUP: Case(lambda options, _: startup.measure(options.repeat), "until the first change is applied"),
-    parsing.PARSING: Case(lambda options, _: parsing.measure(options.repeat), "what Dags cost the Dag processor"),
-    kafka.KAFKA: Case(lambda options, _: kafka.measure(options.rows, options.repeat), "topics at either end"),
+    latency.LATENCY: Case(_latency, "time from a commit to the row in the mirror, at several rates"),
+    floor.FLOOR: Case(lambda options, _: floor.measure(options.batches), "time of the smallest batches, by phase"),
+    sustained.SUSTAINED: Case(_sustained, "highest rate that a stream follows for minutes, and its cost"),
+    scaling.SCALING: Case(_scaling, "cost of a change with more executors, tables and backlogs"),
+    startup.STARTUP: Case(lambda options, _: startup.measure(options.repeat), "time until the first change is applied"),
+    parsing.PARSING: Case(lambda options, _: parsing.measure(options.repeat), "CPU time of the Dag processor"),
+    kafka.KAFKA: Case(
+        lambda options, _: kafka.measure(options.rows, options.repeat), "pipelines with topics at either end"
+    ),
     soak.SOAK: Case(
-        lambda options, _: soak.measure(options.seconds or 600, options.rate), "memory and retained log, judged"
+        lambda options, _: soak.measure(options.seconds or 600, options.rate),
+        "memory and retained log, checked against bounds",
     ),
 }
 
@@ -102,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _chosen(names: Sequence[str]) -> dict[Callable[..., Sequence[Series] | Finding], frozenset[str]]:
-    """What is measured, in the order of the table, each with its names."""
+    """Group the requested names by the function that measures them, in the order of the table."""
     chosen: dict[Callable[..., Sequence[Series] | Finding], frozenset[str]] = {}
     for name, case in CASES.items():
         if name in names:
@@ -125,7 +128,7 @@ def _show(series: Sequence[Series], findings: Sequence[Finding], machine: dict[s
 
 def _case(text: str) -> str:
     if text not in CASES:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(CASES)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(CASES)}")
     return text
 
 
@@ -150,23 +153,25 @@ def _parser() -> argparse.ArgumentParser:
         description=f"{(__doc__ or '').splitlines()[0]}\n\ncases:\n{table}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("cases", nargs="+", metavar="case", type=_case, help="what to measure")
+    parser.add_argument("cases", nargs="+", metavar="case", type=_case, help="case to measure, see below")
     parser.add_argument("--rows", type=_positive, default=1_000_000, help="rows of the snapshot, changes of the stream")
-    parser.add_argument("--repeat", type=_positive, default=3, help="how often each case is measured")
+    parser.add_argument("--repeat", type=_positive, default=3, help="number of times to measure each case")
     parser.add_argument(
-        "--shape", type=_shape, action="append", help="of a backlog, such as wide or narrow,giant,500-tables"
+        "--shape", type=_shape, action="append", help="shape of a backlog, such as wide or narrow,giant,500-tables"
     )
-    parser.add_argument("--readers", type=_positive, nargs="+", metavar="N", help="chunks at a time of a snapshot")
-    parser.add_argument("--seconds", type=_positive, help="of each run of latency (30), sustained (300) and soak (600)")
-    parser.add_argument("--rate", type=_positive, default=2000, help="changes a second that the soak writes")
+    parser.add_argument("--readers", type=_positive, nargs="+", metavar="N", help="chunks of a snapshot at a time")
     parser.add_argument(
-        "--rates", type=_positive, nargs="+", metavar="RATE", help="that sustained tries, or latency measures"
+        "--seconds", type=_positive, help="duration of a run of latency (30), sustained (300) or soak (600)"
     )
-    parser.add_argument("--batches", type=_positive, default=40, help="of each kind that floor takes")
+    parser.add_argument("--rate", type=_positive, default=2000, help="changes per second for soak")
+    parser.add_argument(
+        "--rates", type=_positive, nargs="+", metavar="RATE", help="rates per second for sustained or latency"
+    )
+    parser.add_argument("--batches", type=_positive, default=40, help="batches of each kind for floor")
     for axis, points in scaling.AXES.items():
         shown = f"points of scaling: {' '.join(map(str, points))}"
         parser.add_argument(f"--{axis}", type=_positive, nargs="*", default=points, metavar="N", help=shown)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     return parser
 
 

@@ -1,7 +1,7 @@
 """``python -m benchmarks.docs FILE …``: write the figures of runs into the documentation.
 
 Each table goes between ``<!-- figures: NAME -->`` and ``<!-- end -->`` of :file:`docs/benchmarks.md`, each plot to
-:file:`docs/benchmarks/`. Of what no run has measured, those that are there stay.
+:file:`docs/benchmarks/`. Figures that no run has measured stay as they are.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from benchmarks.sustained import SUSTAINED
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, FOLDER = "benchmarks.md", "benchmarks"
 CASES = "cases"
-# What has a measure of its own for how much is enough: a number of batches, or a time.
+# Findings that are not repeated: their length is a number of batches or a time.
 _ONCE = frozenset({FLOOR, SOAK})
 _MIB = 1 << 20
 
@@ -34,17 +35,22 @@ _BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", 
 
 
 def write(runs: Sequence[Mapping[str, Any]], docs: Path = DOCS) -> None:
-    """Write the tables and plots of runs; of a finding that several have, the last.
+    """Write the tables and plots of runs; if several runs have the same finding, the last one wins.
 
-    :param runs: what ``python -m benchmarks --json`` has written.
-    :param docs: a folder with :file:`benchmarks.md`.
+    :param runs: output of ``python -m benchmarks --json``.
+    :param docs: a folder that contains :file:`benchmarks.md`.
     """
     found = {name: each for run in runs for name, each in run["findings"].items()}
-    texts = {name: _measured(run, name, each) for run in runs for name, each in run["findings"].items()}
+    texts = {
+        name: f"{_machine(run)}\n{_measured(run, name, each)}" for run in runs for name, each in run["findings"].items()
+    }
     compared = [run for run in runs if run["cases"]]
     if compared:
         found[CASES] = [case for run in compared for case in run["cases"]]
-        texts[CASES] = "\n\n".join(_measured(run, CASES, run["cases"]) for run in compared)
+        texts[CASES] = "\n\n".join(
+            f"{machine}\n" + "\n\n".join(_measured(run, CASES, run["cases"]) for run in each)
+            for machine, each in groupby(compared, _machine)
+        )
     folder = docs / FOLDER
     folder.mkdir(exist_ok=True)
     drawn = {name: plots.PLOTS[name](found[name], folder) for name in found if name in plots.PLOTS}
@@ -60,37 +66,52 @@ def write(runs: Sequence[Mapping[str, Any]], docs: Path = DOCS) -> None:
     page.write_text(_BLOCK.sub(block, page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
-def _measured(run: Mapping[str, Any], name: str, found: Any) -> str:
-    """A table, and above it when and on what it was measured."""
+def _machine(run: Mapping[str, Any]) -> str:
+    """Return when, on which machine and with which versions a run was measured."""
     machine = run["machine"]
     versions = ", ".join(f"{name.capitalize()} {machine[name]}" for name in ("postgres", "spark", "python", "pyarrow"))
+    hardware = f"{machine['platform']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
+    return f"{machine['date']}: {hardware}; {versions}."
+
+
+def _measured(run: Mapping[str, Any], name: str, found: Any) -> str:
+    """Return a table below a line with the load average before the run and the number of repeats."""
     repeats = "" if name in _ONCE else f"; repeats: {run['repeat']}"
-    return (
-        f"{machine['date']}, {machine['platform']}, {machine['cores']} cores, {machine['memory_gib']} GiB, load average"
-        f" {machine['load_before']} before the run;\n{versions}{repeats}.\n\n{TABLES[name](found)}"
-    )
+    return f"Load average: {run['machine']['load_before']}{repeats}.\n\n{TABLES[name](found)}"
 
 
 def _table(head: Sequence[str], body: Sequence[Sequence[str]], texts: int = 1) -> str:
-    """A table in Markdown; all columns but the first ``texts`` hold numbers."""
+    """Return a table in Markdown; all columns but the first ``texts`` hold numbers."""
     rule = ["---"] * texts + ["---:"] * (len(head) - texts)
     return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in (head, rule, *body))
 
 
 def _spread(figures: Mapping[str, float], digits: int = 0) -> str:
-    """Median, with what lies around it."""
-    return f"{figures['median']:,.{digits}f} ({figures['min']:,.{digits}f} - {figures['max']:,.{digits}f})"
+    """Return the median, followed by the least and the greatest figure if these differ."""
+    median, least, greatest = (f"{figures[name]:,.{digits}f}" for name in ("median", "min", "max"))
+    return median if least == greatest else f"{median} ({least}-{greatest})"
 
 
 def _cases(found: Sequence[Mapping[str, Any]]) -> str:
+    sizes = {each["rows"] for each in found}
     body = []
     for each in found:
         ratios = ({each["peer"]: each["ratio"]} if each["peer"] else {}) | each["others"]
-        compared = ", ".join(f"{ratio:.2f} x {peer}" for peer, ratio in ratios.items() if ratio is not None)
-        body.append([f"`{each['case']}`", compared.replace("|", "\\|"), f"{each['rows']:,}"])
-        body[-1] = [text.replace("copy | copy", "copy \\| copy") for text in body[-1]]
+        compared = ", ".join(
+            f"{ratio:.2f}x {_peer(each['case'], peer)}" for peer, ratio in ratios.items() if ratio is not None
+        )
+        body.append([text.replace("copy | copy", "copy \\| copy") for text in (f"`{each['case']}`", compared)])
+        body[-1] += [f"{each['rows']:,}"] if len(sizes) > 1 else []
         body[-1].append(_spread(each["rows_per_second"]))
-    return _table(["case", "compared", "rows", "rows/s (min - max)"], body, 2)
+    rows = ["rows"] if len(sizes) > 1 else []
+    table = _table(["case", "compared", *rows, "rows/s (min-max)"], body, 2)
+    return table if rows else f"Rows: {sizes.pop():,}.\n\n{table}"
+
+
+def _peer(case: str, peer: str) -> str:
+    """Return a peer's name without the part that it shares with the case: its shape, or the case itself."""
+    _, comma, shape = case.partition(", ")
+    return peer.removeprefix(f"{case}: ").removesuffix(comma + shape)
 
 
 def _latency(found: Mapping[str, Any]) -> str:
@@ -98,7 +119,7 @@ def _latency(found: Mapping[str, Any]) -> str:
         [f"{each['rate']:,}", _spread(each["written"]), *(_spread(each["milliseconds"][name]) for name in SHOWN)]
         for each in found["rates"]
     ]
-    head = ["transactions/s", "written/s (min - max)", *(f"{name}, ms" for name in SHOWN)]
+    head = ["transactions/s", "written/s (min-max)", *(f"{name}, ms" for name in SHOWN)]
     return f"Trigger: {found['trigger']}; {found['seconds']:g} s each.\n\n{_table(head, body, 0)}"
 
 
@@ -108,12 +129,12 @@ def _floor(found: Mapping[str, Any]) -> str:
         for kind, each in found.items()
         for phase, figures in each["phases"].items()
     ]
-    return _table(["batch", "phase", "ms (min - max)"], body, 2)
+    return _table(["batch", "phase", "ms (min-max)"], body, 2)
 
 
 def _sustained(found: Mapping[str, Any]) -> str:
     rates = _table(
-        ["", "changes/s", "written/s", "most seconds behind", "most MiB retained", ""],
+        ["", "changes/s", "written/s", "max seconds behind", "max MiB retained", ""],
         [
             [kind, *_load(each)]
             for kind, loads in (("probe", found["probes"]), (f"{found['seconds']:g} s", found["holds"]))
@@ -123,10 +144,10 @@ def _sustained(found: Mapping[str, Any]) -> str:
     if not found["cpu_per_million"]:
         return rates
     cost = _table(
-        ["CPU seconds a million changes", "median (min - max)"],
+        ["CPU seconds per million changes", "median (min-max)"],
         [[kind, _spread(found["cpu_per_million"][kind], 1)] for kind in KINDS],
     )
-    return f"Followed with less than {found['bound']:g} s of lag: **{found['rate']:,} changes/s**.\n\n{rates}\n\n{cost}"
+    return f"Highest rate with a lag below {found['bound']:g} s: **{found['rate']:,} changes/s**.\n\n{rates}\n\n{cost}"
 
 
 def _load(load: Mapping[str, Any]) -> list[str]:
@@ -148,14 +169,14 @@ def _scaling(found: Mapping[str, Any]) -> str:
         for axis, points in found.items()
         for each in points
     ]
-    head = ["axis", "", "changes", "MiB of log", "changes/s (min - max)", "µs a change", "CPU µs a change"]
+    head = ["axis", "", "changes", "MiB of log", "changes/s (min-max)", "µs per change", "CPU µs per change"]
     return _table(head, body)
 
 
 def _startup(found: Mapping[str, Any]) -> str:
-    names = {"cold_connected": "cold, until the walsender starts", "cold": "cold", "warm": "in a warm session"}
+    names = {"cold_connected": "cold, until the walsender starts", "cold": "cold", "warm": "warm session"}
     body = [[names[kind], _spread(each, 2)] for kind, each in found.items()]
-    return _table(["until the first change is applied", "seconds (min - max)"], body)
+    return _table(["time to the first applied change", "seconds (min-max)"], body)
 
 
 def _soak(found: Mapping[str, Any]) -> str:
@@ -171,7 +192,7 @@ def _soak(found: Mapping[str, Any]) -> str:
 
 
 def _parsing(found: Mapping[str, Any]) -> str:
-    head = ["files", "Dags", "modules loaded for them", "first parse", "parsed again"]
+    head = ["files", "Dags", "modules loaded", "first parse", "second parse"]
     counts = [str(found[name]) for name in ("files", "dags", "modules")]
     times = [f"{1000 * found[name]:.0f} ms" for name in ("first", "again")]
     return _table(head, [[*counts, *times]], 0)

@@ -1,7 +1,7 @@
-"""The floor of a batch: what one of no rows, and one of a single row, takes in a warm session, and where its time goes.
+"""Measures the floor of a batch: the time of an empty and of a one-row batch in a warm session, by phase.
 
-The durations are those that Spark reports for each batch, by phase. A batch of no rows is one that only moves the
-position, past a message that somebody has written into the log.
+The durations are those that Spark reports for each batch. An empty batch only moves the position past a message in the
+log.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.report import check, spread
 FLOOR = "floor"
 EMPTY, ONE_ROW = "empty", "one row"
 WHOLE = "whole"
-"""All of a batch, from when it is planned; the other phases, in Spark's names, are parts of it."""
+"""The whole batch, from the start of its planning; the other phases, under Spark's names, are parts of it."""
 
 _WARM = 10
 _SECONDS = 60.0
@@ -40,7 +40,7 @@ _SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Floor:
-    """Milliseconds by phase of each batch, by kind of batch."""
+    """Milliseconds of each batch by phase, grouped by kind of batch."""
 
     batches: dict[str, tuple[dict[str, int], ...]]
 
@@ -48,17 +48,17 @@ class Floor:
     faults: ClassVar[tuple[str, ...]] = ()
 
     def phases(self, kind: str) -> dict[str, dict[str, float]]:
-        """The spread of each phase in milliseconds, the longest first."""
+        """Return the spread of each phase in milliseconds, longest first."""
         found = self.batches[kind]
         phases = {phase: [batch.get(phase, 0) for batch in found] for phase in found[0]}
         return {phase: spread(each) for phase, each in sorted(phases.items(), key=lambda item: -median(item[1]))}
 
     def as_json(self) -> dict[str, Any]:
-        """Everything as JSON values."""
+        """Return all figures as JSON values."""
         return {kind: {"phases": self.phases(kind), "batches": found} for kind, found in self.batches.items()}
 
     def as_text(self) -> str:
-        """A row a phase."""
+        """Return a table with a row per phase."""
         body = [
             [kind, phase, *(f"{each[name]:.0f}" for name in ("median", "min", "max"))]
             for kind in self.batches
@@ -68,9 +68,9 @@ class Floor:
 
 
 def measure(batches: int) -> Floor:
-    """Let a stream take some batches of each kind, in turns.
+    """Let a stream process some batches of each kind, in turn.
 
-    :raises WrongResult: when one is not applied, or source and target differ at the end.
+    :raises WrongResult: if a batch is not applied, or source and target differ at the end.
     """
     with laboratory() as lab:
         create_database(lab.source, FLOOR)
@@ -106,7 +106,7 @@ def _follow(spark: SparkSession, pipeline: Pipeline, batches: int) -> dict[str, 
         try:
             for row in range(1, _WARM + 1):
                 write_row(row)
-            for row in range(_WARM + 1, _WARM + batches + 1):  # in turns: a JVM becomes faster for minutes
+            for row in range(_WARM + 1, _WARM + batches + 1):  # in turn, because a JVM gets faster for minutes
                 for kind, write in ((EMPTY, write_message), (ONE_ROW, write_row)):
                     found[kind] += _batches(spark, partial(write, row))
         finally:
@@ -116,7 +116,7 @@ def _follow(spark: SparkSession, pipeline: Pipeline, batches: int) -> dict[str, 
 
 
 def _batches(spark: SparkSession, write: Callable[[], None]) -> tuple[dict[str, int], ...]:
-    """What Spark says of the batch that follows when something is written; a heartbeat can bring one more."""
+    """Call ``write`` and return the durations of the batch that follows; a heartbeat may add another batch."""
     (query,) = spark.streams.active
     last = max(_reported(query))
 
@@ -129,11 +129,11 @@ def _batches(spark: SparkSession, write: Callable[[], None]) -> tuple[dict[str, 
 
 
 def _reported(query: StreamingQuery) -> dict[int, dict[str, int]]:
-    """The durations of the last batches by number; Spark also reports triggers without one."""
+    """Return the durations of the last batches by number, without triggers that ran no batch."""
     return {each.batchId: _phases(each.durationMs) for each in query.recentProgress if "addBatch" in each.durationMs}
 
 
 def _phases(durations: dict[str, int]) -> dict[str, int]:
-    """The phases of a batch; in that of the offset the source waits for something to come."""
+    """Return the phases of a batch, without the offset phase, in which the source waits for changes."""
     told = {name: value for name, value in durations.items() if name not in ("triggerExecution", "latestOffset")}
     return {WHOLE: durations["triggerExecution"] - durations["latestOffset"], **told}

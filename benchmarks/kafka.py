@@ -1,9 +1,10 @@
-"""Kafka at either end: a table's backlog into topics, topics into MariaDB, topics into topics.
+"""Measures Kafka at either end: a table's backlog into topics, topics into MariaDB, topics into topics.
 
-What writes to Kafka is compared with two peers that write the very same keys and values, read back from the topic
-before: a plain producer, not transactional, in one process; and Spark's own sink for Kafka, as a batch of rows that lie
-in Parquet. A copy from topic to topic is also compared with a streaming query of Spark alone, which writes each record
-at least once. What ``verify`` takes for a topic and its mirror is compared with the stream that has filled the mirror.
+Pipelines that write to Kafka are compared with two peers that write the same keys and values, which are read back from
+the topic first. One peer is a plain, non-transactional producer in one process. The other is Spark's Kafka sink, which
+writes the rows of a Parquet file as one batch. A copy from topic to topic is also compared with a streaming query of
+Spark alone, which writes each record at least once. The time of ``verify`` for a topic and its mirror is compared with
+the stream that filled the mirror.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from airflow_cdc_provider.engine.spark.session import spark_session
 from benchmarks.lab import ROW, SERVER_SETTINGS, TABLE_DDL, create_database, execute, fill
 from benchmarks.report import Series, check, tell
 from benchmarks.stream import TRANSACTION
-from local_servers.jars import at_hand
+from local_servers.jars import package_available
 from local_servers.kafka import KafkaServer
 from local_servers.mariadb import MariadbServer
 from local_servers.postgres import PostgresServer
@@ -74,33 +75,33 @@ class KafkaLab:
     directory: Path
 
     def session(self) -> AbstractContextManager[SparkSession]:
-        """A session of the JVM that all share, so that it is warm; its start is no part of any figure."""
+        """Open a session in the shared, warm JVM; its start is not part of any figure."""
         topics = {"type": "kafka", "brokers": self.broker.brokers, "topics": ["t"], "columns": _COLUMNS}
         pipeline = self.pipeline("bench", {**topics, "table": "public.t", "key": ["id"]}, {"dsn": self.source.dsn()})
         return spark_session(pipeline.spark_start, "benchmark")
 
     def topic(self) -> str:
-        """Make a topic."""
+        """Create a topic and return its name."""
         name = next(_names)
         client = AdminClient({"bootstrap.servers": self.broker.brokers})
         client.create_topics([NewTopic(name, _PARTITIONS, 1)])[name].result(_SECONDS)
         return name
 
     def pipeline(self, name: str, source: dict[str, Any], sink: dict[str, Any]) -> Pipeline:
-        """A pipeline of this lab."""
+        """Return a pipeline of this lab."""
         return Pipeline.parse(
             {
                 "pipeline": name,
                 "source": source,
                 "sink": sink,
                 "state": f"file://{self.directory / 'state' / name}",
-                "stream": {"trigger": "0 seconds"},  # a backlog of topics would wait
+                "stream": {"trigger": "0 seconds"},  # otherwise a backlog of topics would wait
                 "spark": {"master": "local[2]", "conf": {"spark.ui.enabled": "false", "spark.log.level": "ERROR"}},
             }
         )
 
     def into_topics(self, name: str, **more: Any) -> dict[str, Any]:
-        """The section of a sink into a topic of the pipeline's own."""
+        """Return the section of a sink that writes to the pipeline's own topics."""
         pattern = f"{name}.{{table}}"
         return {"type": "kafka", "brokers": self.broker.brokers, "partitions": _PARTITIONS, "topic": pattern, **more}
 
@@ -156,11 +157,11 @@ def _measure_peers(lab: KafkaLab, case: str, messages: Sequence[Message], note: 
     note(spark, _by_spark(lab, messages))
 
 
-# -- ours ----------------------------------------------------------------------------------------------
+# -- pipelines -----------------------------------------------------------------------------------------
 
 
 def _from_postgres(lab: KafkaLab, changes: int, format_: str) -> tuple[float, list[Message]]:
-    """The stream job over a backlog, from its query's start to the commit of the last unit; and what it has written."""
+    """Run the stream job over a backlog; return the seconds from the query's start to the last commit, and messages."""
     name = next(_names)
     create_database(lab.source, name)
     dsn = lab.source.dsn(name)
@@ -189,7 +190,7 @@ def _from_postgres(lab: KafkaLab, changes: int, format_: str) -> tuple[float, li
 
 
 def _to_mysql(lab: KafkaLab, topic: str, rows: int) -> tuple[float, float]:
-    """What the job takes, and what to compare the topic with its mirror takes then."""
+    """Return the seconds of the stream job, and those of comparing the topic with its mirror afterwards."""
     name = next(_names)
     pipeline = lab.pipeline(name, _source(lab, topic), {"type": "mysql", "dsn": lab.mariadb.dsn, "schema": name})
     seconds = _follow(lab, pipeline)
@@ -215,7 +216,7 @@ def _to_kafka(lab: KafkaLab, topic: str, rows: int) -> tuple[float, list[Message
 
 
 def _follow(lab: KafkaLab, pipeline: Pipeline) -> float:
-    """The job over all messages that a topic has, from its query's start to the commit of the last unit."""
+    """Run the job over all messages of a topic; return the seconds from its query's start to the last unit's commit."""
     commands.provision(pipeline)
     goal = Goal.now(Topics(topic_settings(pipeline)))
     with lab.session() as spark, run_part(pipeline, "stream", None) as (run, _):
@@ -274,7 +275,7 @@ def _stream_by_spark(lab: KafkaLab, source: str, rows: int) -> float:
 
 
 def _fill_topic(lab: KafkaLab, rows: int) -> str:
-    """A topic with a message for each of so many rows."""
+    """Create a topic with ``rows`` messages, and return its name."""
     topic = lab.topic()
     values = (
         {
@@ -307,7 +308,7 @@ def _produce(producer: Producer, topic: str, messages: Sequence[Message] | Itera
 
 
 def _read(lab: KafkaLab, topic: str) -> list[Message]:
-    """All messages of a topic that are committed, by a plain consumer."""
+    """Read all committed messages of a topic with a plain consumer."""
     conf: dict[str, Any] = {
         "bootstrap.servers": lab.broker.brokers,
         "group.id": "bench",
@@ -332,7 +333,7 @@ def _read(lab: KafkaLab, topic: str) -> list[Message]:
 
 
 def _changes(messages: Sequence[Message], format_: str) -> list[Message]:
-    """Without rows of the snapshot."""
+    """Return the messages without the rows of the snapshot."""
     name = "op" if format_ == "debezium" else "_op"
     return [each for each in messages if json.loads(each[1] or b"{}").get(name) != "r"]
 
@@ -353,10 +354,10 @@ def _check_messages(found: Sequence[Message], rows: int, what: str, written: Seq
 @contextmanager
 def _laboratory() -> Iterator[KafkaLab]:
     directory = Path(tempfile.mkdtemp(prefix="cdc-bench-"))
-    directory.chmod(0o755)  # root's servers run as another user
+    directory.chmod(0o755)  # servers of root run as another user
     try:
         with (
-            at_hand(PACKAGE),
+            package_available(PACKAGE),
             PostgresServer.create(directory / "source", settings=SERVER_SETTINGS) as source,
             KafkaServer.create(directory / "kafka") as broker,
             MariadbServer.create(directory / "mariadb") as mariadb,

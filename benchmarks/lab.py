@@ -1,4 +1,4 @@
-"""Where benchmarks run: two Postgres servers, what else is asked for, and a Spark session, all started for it."""
+"""The environment of benchmarks: two Postgres servers, further servers on request, and a Spark session."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
 from airflow_cdc_provider.engine.spark.session import spark_session
 from benchmarks.report import check
 from benchmarks.shapes import HUNDRED
-from local_servers.jars import at_hand
+from local_servers.jars import package_available
 from local_servers.kafka import KafkaServer
 from local_servers.mariadb import MariadbServer
 from local_servers.postgres import PostgresServer
@@ -32,7 +32,7 @@ TABLE = "t"
 TABLE_DDL = HUNDRED.ddl(TABLE)
 ROW = f"n, {HUNDRED.values}"
 
-# What is measured is the copying, so a checkpoint must not fall into one case and spare the other.
+# The benchmarks measure copying, so a checkpoint must not slow down one case and spare another.
 SERVER_SETTINGS = {
     "shared_buffers": "512MB",
     "max_wal_size": "8GB",
@@ -48,7 +48,7 @@ MARIADB_SETTINGS = {"innodb_buffer_pool_size": "512M"}
 MARIADB, KAFKA = "mariadb", "kafka"
 JDBC = "org.postgresql:postgresql:42.7.7"
 
-# Of what is measured with packages some works in the JVM, peers among it.
+# Some cases with packages work in the JVM, among them peers.
 _ALL_COMPILERS = "-XX:TieredStopAtLevel=4"
 
 
@@ -56,9 +56,9 @@ _ALL_COMPILERS = "-XX:TieredStopAtLevel=4"
 class Lab:
     """The servers, the session, and a directory for state and output.
 
-    :param spark: a warm session; its start is no part of any figure.
-    :param mariadb, kafka: there are those that were asked for.
-    :param cores: how many tasks the session runs at a time.
+    :param spark: a warm session; its start is not part of any figure.
+    :param mariadb, kafka: present if requested.
+    :param cores: number of tasks that the session runs at a time.
     """
 
     source: PostgresServer
@@ -70,18 +70,18 @@ class Lab:
     cores: int = 2
 
     def pipeline(self, name: str, database: str, sink: Mapping[str, Any] | None = None, **names: Any) -> Pipeline:
-        """A pipeline from the source's ``database``.
+        """Return a pipeline from the source's ``database``.
 
         :param sink: by default a mirror in the target's database ``name``.
-        :param names: further keys of its source; ``parallelism`` is the snapshot's.
+        :param names: further keys of its source; ``parallelism`` applies to the snapshot.
         """
         sink = sink or {"dsn": self.target.dsn(name)}
         return _pipeline(name, self.source.dsn(database), sink, self.directory, {}, 2, **names)
 
     def settle(self) -> None:
-        """Write out what earlier cases have left in the servers' memory, and have Spark's Python workers at hand.
+        """Flush to disk what earlier cases left in the servers' memory, and start Spark's Python workers.
 
-        Spark ends them after a minute without work, as while a slow peer runs.
+        Spark stops idle workers after a minute, for example while a slow peer runs.
         """
         for server in (self.source, self.target):
             execute(server.dsn(), "CHECKPOINT")
@@ -90,7 +90,7 @@ class Lab:
     def check_equal(self, source: str, target: str, what: str, tables: Sequence[str] = (TABLE,)) -> None:
         """Compare tables in two databases.
 
-        :raises WrongResult: when they differ.
+        :raises WrongResult: if they differ.
         """
         for table in tables:
             check(
@@ -100,19 +100,19 @@ class Lab:
 
 @contextmanager
 def laboratory(servers: Collection[str] = (), packages: Sequence[str] = (), cores: int = 2) -> Iterator[Lab]:
-    """Start everything, and remove it at the end.
+    """Start all servers and the session, and remove everything at the end.
 
-    :param servers: of :data:`MARIADB` and :data:`KAFKA`.
-    :param packages: of Maven Central, which Spark shall have.
-    :param cores: how many tasks Spark runs at a time.
-    :raises JarsMissing: when a package cannot be fetched.
+    :param servers: any of :data:`MARIADB` and :data:`KAFKA`.
+    :param packages: packages on Maven Central for Spark.
+    :param cores: number of tasks that Spark runs at a time.
+    :raises JarsMissing: if a package cannot be fetched.
     """
     directory = Path(tempfile.mkdtemp(prefix="cdc-bench-"))
-    directory.chmod(0o755)  # root's servers run as another user
+    directory.chmod(0o755)  # servers of root run as another user
     try:
         with ExitStack() as started:
             for package in packages:
-                started.enter_context(at_hand(package))
+                started.enter_context(package_available(package))
             source, target = (
                 started.enter_context(PostgresServer.create(directory / name, settings=SERVER_SETTINGS))
                 for name in ("source", "target")
@@ -157,14 +157,14 @@ def _pipeline(
 
 
 def _passed_on(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """What a task returns that does nothing, in a worker that has imported what tasks of the engine need."""
+    """Return the batches unchanged, from a worker that has imported all modules that tasks of the engine need."""
     from airflow_cdc_provider.engine.sources.postgres.stream import spark_source, staging_task  # noqa: F401
 
     return batches
 
 
 def execute(dsn: str, *statements: str) -> None:
-    """Execute statements, each a transaction."""
+    """Execute statements, each in its own transaction."""
     with psycopg.connect(dsn, autocommit=True) as connection:
         for statement in statements:
             connection.execute(statement.encode())
@@ -179,7 +179,7 @@ def query(dsn: str, text: str, *parameters: object) -> tuple[object, ...]:
 
 
 def checksum(dsn: str, table: str = TABLE) -> tuple[object, ...]:
-    """Number of rows, and a sum of hashes over all their values."""
+    """Return the number of rows and a sum of hashes over all their values."""
     return query(dsn, f"SELECT count(*), sum(hashtextextended(t::text, 0)) FROM public.{table} AS t")
 
 
@@ -190,7 +190,7 @@ def create_database(server: PostgresServer, name: str) -> None:
 
 
 def drop_database(server: PostgresServer, name: str) -> None:
-    """Drop a database, with the sessions that are left in it."""
+    """Drop a database and end its open sessions."""
     with psycopg.connect(server.dsn(), autocommit=True) as connection:
         connection.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
 

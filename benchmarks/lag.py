@@ -1,4 +1,4 @@
-"""How far the target is behind, in seconds."""
+"""Measures the seconds by which the target is behind."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _LOOK_SECONDS = 0.1
 
 
 class Lag(threading.Thread):
-    """Watches how long ago the source committed what the target does not have yet.
+    """Tracks the age of the oldest commit of the source that the target does not have yet.
 
-    It looks at the end of the source's log ten times a second: all that was committed before a look is in the target
-    once the sink's applied LSN is not below what was seen. So the lag is a tenth of a second too high at most.
+    It reads the end of the source's log ten times a second. All that was committed before such a look is in the target
+    as soon as the sink's applied LSN has reached the position that was read. So the lag is at most a tenth of a second
+    too high.
     """
 
     def __init__(self, scene: Live) -> None:
@@ -30,7 +31,7 @@ class Lag(threading.Thread):
         self.failure: Exception | None = None
 
     def worst(self) -> float:
-        """The largest lag in seconds since the last time this was asked."""
+        """Return the largest lag in seconds since the last call."""
         worst, self._worst = self._worst, 0.0
         return worst
 
@@ -62,7 +63,7 @@ class Lag(threading.Thread):
     def __exit__(self, *_: object) -> None:
         self._halt.set()
         self.join()
-        check(None, self.failure, "failure of the watch over the lag")
+        check(None, self.failure, "failure of the lag tracker")
 
 
 def _lsn(connection: psycopg.Connection, text: str) -> int:

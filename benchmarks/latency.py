@@ -1,9 +1,9 @@
-"""Latency: from the commit at the source until the row is visible in the mirror, at several rates.
+"""Measures latency: the time from a commit at the source until the row is visible in the mirror, at several rates.
 
-``pgbench`` writes transactions of one row at a steady rate (arrivals are random, as of independent clients). The time
-of a commit is the one that its commit record says. A poller reads new rows of the mirror every few milliseconds and
-notes when each was first seen. Everything has the clock of one machine. As a commit record is written before the commit
-is visible to anybody, and a row seen after it became visible, no latency is reported too small.
+``pgbench`` writes transactions of one row at a steady rate; their arrivals are random, as with independent clients. The
+time of a commit is taken from its commit record. A poller reads new rows of the mirror every few milliseconds and notes
+when it first saw each. All times come from the clock of one machine. A commit record is written before the commit
+becomes visible, and a row is seen after it became visible, so no reported latency is too low.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _WARM_RATE, _WARM_SECONDS = 500, 15.0
 
 @dataclass(frozen=True)
 class Window:
-    """One repeat at one rate.
+    """The measurement of one repeat at one rate.
 
-    :param written: transactions a second that were committed.
-    :param percentiles: the latency in milliseconds, at every percent from 0 to 100.
-    :param cpu: seconds of processor time by kind, see :mod:`.processes`.
+    :param written: transactions committed per second.
+    :param percentiles: latency in milliseconds, at every percent from 0 to 100.
+    :param cpu: seconds of CPU time by kind, see :mod:`.processes`.
     """
 
     written: float
@@ -51,7 +51,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Latency:
-    """The windows of each rate, in transactions a second."""
+    """The windows of each rate, in transactions per second."""
 
     seconds: float
     windows: dict[int, tuple[Window, ...]]
@@ -60,7 +60,7 @@ class Latency:
     faults: ClassVar[tuple[str, ...]] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Everything as JSON values."""
+        """Return all figures as JSON values."""
         return {
             "seconds": self.seconds,
             "trigger": TRIGGER,
@@ -78,7 +78,7 @@ class Latency:
         }
 
     def as_text(self) -> str:
-        """A row a rate."""
+        """Return a table with a row per rate."""
         body = []
         for each in self.as_json()["rates"]:
             shown = [f"{each['milliseconds'][name]['median']:,.0f}" for name in SHOWN]
@@ -89,7 +89,7 @@ class Latency:
 def measure(seconds: float, repeat: int, rates: Sequence[int] = RATES) -> Latency:
     """Write at each rate for some time, one after the other in every repeat.
 
-    :raises WrongResult: when a row has not come, or source and target differ at the end.
+    :raises WrongResult: if a row is missing, or source and target differ at the end.
     """
     stream = {"trigger": TRIGGER, "max_batch_bytes": MAX_BATCH_BYTES, "heartbeat": "5 seconds"}
     windows: dict[int, list[Window]] = {rate: [] for rate in rates}
@@ -138,7 +138,7 @@ def _window(scene: Live, command: subprocess.Popen[bytes], script: Path, rate: i
 
 
 def _watch(scene: Live, pgbench: subprocess.Popen[bytes], first: int) -> dict[int, float]:
-    """When each row from ``first`` on was first seen in the mirror: seconds since 1970 by key."""
+    """Return when each row from ``first`` on was first seen in the mirror, in seconds since 1970, by key."""
     source, target = scene.dsns
     seen: dict[int, float] = {}
     low, last, deadline = first, None, float("inf")
@@ -158,7 +158,7 @@ def _watch(scene: Live, pgbench: subprocess.Popen[bytes], first: int) -> dict[in
 
 
 def _rows(source: str) -> int:
-    """How many rows have been written, which is the last key."""
+    """Return the number of rows written, which is also the last key."""
     with psycopg.connect(source) as connection:
         row = connection.execute("SELECT count(*) FROM public.t").fetchone()
     assert row is not None
@@ -166,7 +166,7 @@ def _rows(source: str) -> int:
 
 
 def _commits(source: str, first: int) -> dict[int, float]:
-    """When each row from ``first`` on was committed: seconds since 1970 by key."""
+    """Return the commit time, in seconds since 1970, of each row from ``first`` on, by key."""
     text = "SELECT id, extract(epoch FROM pg_xact_commit_timestamp(xmin))::float8 FROM public.t WHERE id >= %s"
     with psycopg.connect(source) as connection:
         return dict(connection.execute(text, [first]).fetchall())

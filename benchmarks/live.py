@@ -1,4 +1,4 @@
-"""A pipeline that follows what is being written, in processes of its own, as users start it."""
+"""Runs a pipeline that follows live writes, in separate processes as users start it."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ class Live:
 
     @property
     def pipeline(self) -> Pipeline:
-        """What the file says."""
+        """Return the pipeline of the file."""
         return Pipeline.load(self.file)
 
     @property
     def dsns(self) -> tuple[str, str]:
-        """The databases of source and target."""
+        """Return the URIs of the source and target databases."""
         return self.source.dsn(_NAME), self.target.dsn(_NAME)
 
     @contextmanager
     def stream(self) -> Iterator[subprocess.Popen[bytes]]:
-        """Run ``airflow-cdc stream``.
+        """Run ``airflow-cdc stream`` in a process.
 
-        :raises WrongResult: when it has not ended well.
+        :raises WrongResult: if it fails.
         """
         script, log = Path(sys.executable).with_name("airflow-cdc"), self.file.with_name("stream.log")
         with log.open("wb") as output:
@@ -82,11 +82,11 @@ class Live:
             command.wait()
 
     def check_running(self, command: subprocess.Popen[bytes]) -> None:
-        """Refuse a stream that has ended by itself."""
-        check(None, command.poll(), "exit code of the stream while it is needed")
+        """Raise an error if the stream has ended."""
+        check(None, command.poll(), "exit code of the stream before its end")
 
     def catch_up(self) -> None:
-        """Wait until everything that has been committed is applied."""
+        """Wait until the stream has applied everything that was committed."""
         pipeline = self.pipeline
         with connected(pipeline.source.dsn) as connection:
             marker = emit_marker(connection, _NAME)
@@ -99,7 +99,7 @@ class Live:
         check(checksum(source), checksum(target), f"{what}: rows and checksum")
 
     def meter(self, command: subprocess.Popen[bytes]) -> Meter:
-        """Reads the processor time of everything."""
+        """Return a meter of the CPU time of the stream and both servers."""
         return Meter(command.pid, self.source, self.target)
 
 
@@ -108,10 +108,10 @@ def live(stream: Mapping[str, Any], settings: Mapping[str, str] | None = None) -
     """Start two servers, and provision a pipeline between them.
 
     :param stream: section ``stream`` of the pipeline file.
-    :param settings: of the source.
+    :param settings: settings of the source's server.
     """
     directory = Path(tempfile.mkdtemp(prefix="cdc-live-"))
-    directory.chmod(0o755)  # root's servers run as another user
+    directory.chmod(0o755)  # servers of root run as another user
     try:
         with (
             PostgresServer.create(directory / "source", settings=settings) as source,
@@ -138,7 +138,7 @@ def live(stream: Mapping[str, Any], settings: Mapping[str, str] | None = None) -
 
 
 def _end_session(pid: int) -> None:
-    """Kill the processes that a command has started; they leave its process group, but not its session."""
+    """Kill all processes that a command has started; they leave its process group, but not its session."""
     for process in psutil.process_iter():
         with contextlib.suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
             if os.getsid(process.pid) == pid:

@@ -1,4 +1,4 @@
-"""Where pipelines write to, and how what they have written is summed up by the store's own readers."""
+"""The sinks that benchmarks write to, each with a function that sums up the result with the store's own readers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Outlet:
-    """A sink, here of Postgres; the target is a database named as the pipeline.
+    """A sink, by default of Postgres; the target is a database with the pipeline's name.
 
-    :param mode: of the sink.
-    :param server: what it needs beside Postgres, for :func:`.laboratory`.
-    :param package: what Spark needs.
+    :param mode: mode of the sink.
+    :param server: a server that it needs in addition to Postgres, for :func:`.laboratory`.
+    :param package: a package that Spark needs.
     """
 
     mode: str = "mirror"
@@ -37,35 +37,32 @@ class Outlet:
     package: str | None = None
 
     def section(self, lab: Lab, name: str) -> dict[str, Any]:
-        """The section of the pipeline file; makes what the sink finds in place."""
+        """Return the section of the pipeline file, and create everything that the sink expects to exist."""
         create_database(lab.target, name)
         return {"dsn": lab.target.dsn(name), "mode": self.mode}
 
     def sums(self, lab: Lab, name: str, shape: Shape) -> Sums:
-        """Sums over what the sink has, of all tables: of a mirror as :func:`.backlog.sums` has it."""
+        """Return sums over all tables of the target, for a mirror the same ones as :func:`.backlog.sums`."""
         return sums(lab.target.dsn(name), shape, mirror=self.mode == "mirror")
 
     def discard(self, lab: Lab, name: str, shape: Shape) -> None:
-        """Remove what has been written."""
+        """Remove everything that was written."""
         drop_database(lab.target, name)
 
 
 class FilesOutlet(Outlet):
-    """A change log in Parquet files."""
+    """A changelog in Parquet files."""
 
     def section(self, lab: Lab, name: str) -> dict[str, Any]:
-        """See :meth:`Outlet.section`."""
         return {"type": "files", "path": str(lab.directory / name)}
 
     def sums(self, lab: Lab, name: str, shape: Shape) -> Sums:
-        """See :meth:`Outlet.sums`."""
         lists = lab.directory / name / "_manifest" / "public"
         return total(
             _of_file(path, shape.row) for table in shape.names for path in (lists / f"{table}.txt").read_text().split()
         )
 
     def discard(self, lab: Lab, name: str, shape: Shape) -> None:
-        """See :meth:`Outlet.discard`."""
         shutil.rmtree(lab.directory / name)
 
 
@@ -78,18 +75,15 @@ class DeltaOutlet(Outlet):
     """Tables of Delta Lake."""
 
     def section(self, lab: Lab, name: str) -> dict[str, Any]:
-        """See :meth:`Outlet.section`."""
         return {"type": "delta", "path": str(lab.directory / name), "mode": self.mode}
 
     def sums(self, lab: Lab, name: str, shape: Shape) -> Sums:
-        """See :meth:`Outlet.sums`."""
         folder = lab.directory / name / "public"
         wanted = shape.row.sums if self.mode == "mirror" else shape.row.sums[:3]
         tables = (lab.spark.read.format("delta").load(str(folder / table)) for table in shape.names)
         return total(tuple(table.selectExpr(*wanted).collect()[0]) for table in tables)
 
     def discard(self, lab: Lab, name: str, shape: Shape) -> None:
-        """See :meth:`Outlet.discard`."""
         shutil.rmtree(lab.directory / name)
 
 
@@ -97,12 +91,10 @@ class MysqlOutlet(Outlet):
     """Tables of MariaDB."""
 
     def section(self, lab: Lab, name: str) -> dict[str, Any]:
-        """See :meth:`Outlet.section`."""
         assert lab.mariadb is not None
         return {"type": "mysql", "dsn": lab.mariadb.dsn, "schema": name, "mode": self.mode}
 
     def sums(self, lab: Lab, name: str, shape: Shape) -> Sums:
-        """See :meth:`Outlet.sums`."""
 
         def of_tables() -> Iterator[tuple[object, ...]]:
             for table in shape.names:
@@ -114,27 +106,24 @@ class MysqlOutlet(Outlet):
             return total(of_tables())
 
     def discard(self, lab: Lab, name: str, shape: Shape) -> None:
-        """See :meth:`Outlet.discard`."""
         assert lab.mariadb is not None
         with closing(lab.mariadb.connect()) as connection, connection.cursor() as cursor:
             cursor.execute(f"DROP DATABASE {name}")
 
 
 class KafkaOutlet(Outlet):
-    """Topics with Debezium's change events."""
+    """Topics with Debezium change events."""
 
     def section(self, lab: Lab, name: str) -> dict[str, Any]:
-        """See :meth:`Outlet.section`."""
         assert lab.kafka is not None
         return {"type": "kafka", "brokers": lab.kafka.brokers, "partitions": _PARTITIONS}
 
     def sums(self, lab: Lab, name: str, shape: Shape) -> Sums:
-        """See :meth:`Outlet.sums`: of committed messages."""
+        """Return sums over the committed messages."""
         rows = (json.loads(value)["after"] for value in _values(lab, self._topics(name, shape)))
         return total((1, row["id"], row[shape.row.touched]) for row in rows)
 
     def discard(self, lab: Lab, name: str, shape: Shape) -> None:
-        """See :meth:`Outlet.discard`."""
         assert lab.kafka is not None
         client = AdminClient({"bootstrap.servers": lab.kafka.brokers})
         for deleted in client.delete_topics(self._topics(name, shape)).values():
@@ -145,7 +134,7 @@ class KafkaOutlet(Outlet):
 
 
 def _values(lab: Lab, topics: Sequence[str]) -> Iterator[bytes]:
-    """All committed messages of topics, by a plain consumer."""
+    """Read all committed messages of topics with a plain consumer."""
     assert lab.kafka is not None
     conf: dict[str, Any] = {
         "bootstrap.servers": lab.kafka.brokers,

@@ -1,8 +1,8 @@
-"""What the Dag processor pays to parse the Dags, again and again.
+"""Measures what it costs the Dag processor to parse the Dags repeatedly.
 
-It forks a process for every parse of a file, in which Airflow is loaded already and this provider is not. So each
-figure comes from interpreters of their own: the CPU time of parsing all files of :file:`dags` after Airflow's modules
-have been imported, and that of parsing them once more, which is what the Dags cost beyond the provider's modules.
+The Dag processor forks a process for every parse of a file. That process has loaded Airflow, but not this provider. So
+each figure comes from its own interpreter: the CPU time of parsing all files of :file:`dags` after importing Airflow's
+modules, and that of parsing them once more. The second parse shows what the Dags cost without the provider's modules.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Parse:
-    """Medians of some interpreters.
+    """Medians over some interpreters.
 
-    :param files: how many files there are.
-    :param dags: how many Dags they define.
-    :param modules: that were loaded for them, Airflow's own among them.
+    :param files: number of files.
+    :param dags: number of Dags that they define.
+    :param modules: number of modules loaded for them, including Airflow's.
     :param first: seconds of CPU to parse all files in a fresh interpreter.
-    :param again: seconds of CPU to parse them once more in the same.
+    :param again: seconds of CPU to parse them once more in the same interpreter.
     """
 
     files: int
@@ -63,7 +63,7 @@ class Parse:
     faults: ClassVar[tuple[str, ...]] = ()
 
     def as_text(self) -> str:
-        """A sentence a figure."""
+        """Return a line per figure."""
         return (
             f"{self.files} files, {self.dags} Dags, {self.modules} modules loaded for them\n"
             f"first parse in a fresh interpreter  {self.first * 1000:.0f} ms of CPU\n"
@@ -71,14 +71,14 @@ class Parse:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The figures by name."""
+        """Return the figures by name."""
         return asdict(self)
 
 
 def measure(repeat: int) -> Parse:
-    """Parse the Dags in interpreters of their own, one after the other."""
+    """Parse the Dags in separate interpreters, one after the other."""
     with tempfile.TemporaryDirectory(prefix="cdc-parse-") as home:
-        runs = [_parse(home) for _ in range(repeat + 1)][1:]  # the first one compiles
+        runs = [_parse(home) for _ in range(repeat + 1)][1:]  # the first run compiles the modules
     return Parse(
         files=len(list(DAGS.glob("*.py"))),
         dags=int(runs[0]["dags"]),

@@ -1,4 +1,4 @@
-"""Planning chunks, which is done once before a snapshot, on a large table; beside it what a count of its rows takes."""
+"""Measures the planning of chunks on a large table, which happens once per snapshot, next to a count of its rows."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _TIMES_TOO_LARGE = 2
 
 
 def measure(lab: Lab, rows: int, repeat: int) -> list[Series]:
-    """Plan and count in turn; chunks have to be less than twice as large as they should be.
+    """Plan and count in turn, and check that chunks are less than twice as large as intended.
 
-    :param rows: of the table, which are narrow.
+    :param rows: number of narrow rows in the table.
     """
     create_database(lab.source, _DATABASE)
     dsn = lab.source.dsn(_DATABASE)
@@ -48,7 +48,7 @@ def _plan(lab: Lab, dsn: str, rows: int) -> float:
         started = time.monotonic()
         chunks = plan(source, table, chunk_rows)
         seconds = time.monotonic() - started
-    # Keys are 1 to rows without a gap, so that bounds tell sizes.
+    # Keys are 1 to rows without a gap, so the bounds give the sizes.
     bounds = [1, *(int(chunk.lower[0]) for chunk in chunks if chunk.lower is not None), rows + 1]
     largest = max(upper - lower for lower, upper in pairwise(bounds))
     check(True, bounds == sorted(bounds) and largest < _TIMES_TOO_LARGE * chunk_rows, f"{PLANNING}: sizes of chunks")

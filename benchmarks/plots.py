@@ -1,4 +1,4 @@
-"""Plots of the figures, as SVG. The only module that needs the extra ``bench``."""
+"""Draws plots of the figures, as SVG; the only module that needs the extra ``bench``."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from benchmarks.scaling import SCALING
 from benchmarks.sustained import SUSTAINED
 
 _MIB = 1 << 20
-# The same figures give the same bytes: no date, and ids that are not random.
+# The same figures yield the same bytes: no date, and fixed ids.
 _SETTINGS = {"svg.hashsalt": "benchmarks", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True}
 _METADATA = {"Date": None, "Creator": None}
 
 
 @contextmanager
 def _plot(file: Path, rows: int = 1, columns: int = 1) -> Iterator[list[Axes]]:
-    """Axes of a figure that is written at the end."""
+    """Yield the axes of a figure, and write it at the end."""
     with mpl.rc_context(_SETTINGS):
         figure = Figure(figsize=(4.6 * columns, 3.2 * rows), layout="constrained")
         axes = figure.subplots(rows, columns, squeeze=False)
@@ -35,7 +35,7 @@ def _plot(file: Path, rows: int = 1, columns: int = 1) -> Iterator[list[Axes]]:
 
 
 def _bars(axes: Axes, names: Sequence[str], spreads: Sequence[Mapping[str, float]]) -> None:
-    """Horizontal bars of medians, with lines from the least to the greatest; the first is on top."""
+    """Draw horizontal bars of medians with error bars from the minimum to the maximum, the first on top."""
     medians = [each["median"] for each in spreads]
     around = [[each["median"] - each["min"] for each in spreads], [each["max"] - each["median"] for each in spreads]]
     axes.barh(range(len(names)), medians, xerr=around, capsize=3, color="tab:blue")
@@ -47,7 +47,7 @@ def _cases(found: Sequence[Mapping[str, Any]], folder: Path) -> list[str]:
     with _plot(folder / "throughput.svg") as (axes,):
         axes.figure.set_size_inches(7.0, 0.8 + 0.35 * len(found))
         _bars(axes, [each["case"] for each in found], [each["rows_per_second"] for each in found])
-        axes.set_xlabel("rows a second")
+        axes.set_xlabel("rows per second")
     return ["throughput.svg"]
 
 
@@ -64,18 +64,18 @@ def _latency(found: Mapping[str, Any], folder: Path) -> list[str]:
                     label=f"{each['rate']:,} transactions/s" if first else None,
                 )
         shares.set(xlabel="milliseconds from commit to visible", ylabel="% of rows", xscale="log")
-        shares.xaxis.set_minor_formatter(NullFormatter())  # they would overlap
+        shares.xaxis.set_minor_formatter(NullFormatter())  # otherwise they would overlap
         shares.legend()
         rates = [each["rate"] for each in found["rates"]]
         for name in found["rates"][0]["milliseconds"]:
             _line(marks, rates, [each["milliseconds"][name] for each in found["rates"]], name)
-        marks.set(xlabel="transactions a second", ylabel="milliseconds", xscale="log", yscale="log")
+        marks.set(xlabel="transactions per second", ylabel="milliseconds", xscale="log", yscale="log")
         marks.legend()
     return ["latency.svg"]
 
 
 def _line(axes: Axes, x: Sequence[float], spreads: Sequence[Mapping[str, float]], label: str | None = None) -> None:
-    """Medians, with lines from the least to the greatest."""
+    """Draw a line of medians with error bars from the minimum to the maximum."""
     medians = [each["median"] for each in spreads]
     around = [[each["median"] - each["min"] for each in spreads], [each["max"] - each["median"] for each in spreads]]
     axes.errorbar(x, medians, yerr=around, marker="o", capsize=3, label=label)
@@ -116,7 +116,7 @@ def _sustained(found: Mapping[str, Any], folder: Path) -> list[str]:
         memory.legend()
         if found["cpu_per_million"]:
             _bars(cost, KINDS, [found["cpu_per_million"][kind] for kind in KINDS])
-        cost.set(title="CPU", xlabel="seconds a million changes")
+        cost.set(title="CPU", xlabel="seconds per million changes")
     return ["sustained.svg"]
 
 
@@ -126,7 +126,7 @@ def _scaling(found: Mapping[str, Any], folder: Path) -> list[str]:
             x = [point["x"] for point in points]
             _line(axes, x, [point["microseconds"] for point in points], "time")
             _line(axes, x, [point["cpu_microseconds"] for point in points], "CPU")
-            axes.set(title=name, xscale="log", ylabel="µs a change", ylim=(0, None))
+            axes.set(title=name, xscale="log", ylabel="µs per change", ylim=(0, None))
             axes.set_xticks(x, [f"{each:,}" for each in x])
             axes.minorticks_off()
             axes.legend()
@@ -140,4 +140,4 @@ PLOTS: Mapping[str, Callable[[Any, Path], list[str]]] = {
     SUSTAINED: _sustained,
     SCALING: _scaling,
 }
-"""Draws what a case found, and returns the names of the files."""
+"""Functions that draw what a case found and return the names of the files."""

@@ -1,12 +1,12 @@
-"""What the processes of a pipeline use, by kind: memory now, and processor time since they began.
+"""Reads what the processes of a pipeline use, by kind: current memory, and CPU time since their start.
 
 ======== =====================================================================
 driver   the process that runs the job
-jvm      the JVM beside it, and those of executors
-workers  Python workers of Spark, with the processes that fork them
+jvm      the JVM next to it, and those of executors
+workers  Python workers of Spark, and the processes that fork them
 reader   the process that holds the replication connection
 decoding the walsender at the source
-source   the rest of the source, most of it the load that is written
+source   the rest of the source, mostly the load that is written
 target   the target
 ======== =====================================================================
 """
@@ -27,7 +27,7 @@ KINDS = (*ENGINE, "decoding", "source", "target")
 
 
 def engine_of(driver: int) -> Iterator[tuple[str, psutil.Process]]:
-    """The processes of a job with their kinds; ``driver`` is the id of the first."""
+    """Return the kind of each process of a job; ``driver`` is the id of the first."""
     process = psutil.Process(driver)
     yield "driver", process
     for child in process.children():
@@ -40,7 +40,7 @@ def engine_of(driver: int) -> Iterator[tuple[str, psutil.Process]]:
 
 
 def memory_of(driver: int) -> dict[str, int]:
-    """Resident bytes of a job by kind."""
+    """Return the resident bytes of a job by kind."""
     used = dict.fromkeys(ENGINE, 0)
     for kind, process in engine_of(driver):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -50,7 +50,7 @@ def memory_of(driver: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Meter:
-    """Reads the processor time of a job and of both its servers.
+    """Reads the CPU time of a job and of both its servers.
 
     :param driver: id of the job's first process.
     """
@@ -60,19 +60,19 @@ class Meter:
     target: PostgresServer
 
     def read(self) -> Counter[str]:
-        """Seconds of processor time by kind, with those of processes that have ended. A JVM's were workers."""
+        """Return seconds of CPU time by kind, ended processes included; ended children of a JVM count as workers."""
         used: Counter[str] = Counter(dict.fromkeys(KINDS, 0.0))  # type: ignore[arg-type]
         for kind, process in self._processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 times = process.cpu_times()
                 used[kind] += times.user + times.system  # type: ignore[assignment]
-                if kind != "driver":  # whose children are not all of the job
+                if kind != "driver":  # not all of its children belong to the job
                     forked = "workers" if kind == "jvm" else kind
                     used[forked] += times.children_user + times.children_system  # type: ignore[assignment]
         return used
 
     def since(self, before: Mapping[str, float]) -> dict[str, float]:
-        """Seconds of processor time by kind since an earlier reading."""
+        """Return seconds of CPU time by kind since an earlier reading."""
         now = self.read()
         return {kind: now[kind] - before[kind] for kind in KINDS}
 

@@ -1,4 +1,4 @@
-"""What a benchmark measured, for people and for programs."""
+"""What a benchmark measured, for people and programs."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from airflow_cdc_provider.engine.core.text_output import text_table
 
 
 class WrongResult(Exception):
-    """A case ended with other rows than it should have; its time means nothing."""
+    """A case ended with wrong rows, so its time means nothing."""
 
 
 class Finding(Protocol):
-    """What a case found that is more than the time of some rows."""
+    """The result of a case that consists of more than the time of some rows."""
 
     @property
     def name(self) -> str:
-        """Where it stands among the figures."""
+        """Return the key of this finding among the figures."""
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What was not as it should be, although every result was right."""
+        """Return the faults found, although every result was right."""
 
     def as_json(self) -> dict[str, Any]:
-        """All single figures as JSON values."""
+        """Return all single figures as JSON values."""
 
     def as_text(self) -> str:
-        """The figures as a table."""
+        """Return the figures as a table."""
 
 
 @dataclass(frozen=True)
 class Series:
     """The repeats of one case.
 
-    :param case: its name.
-    :param rows: rows, or changes, of each repeat.
-    :param seconds: the time of each.
-    :param peer: the case that it is compared with, if it is not one of those itself.
-    :param others: further cases that it is compared with.
+    :param case: name of the case.
+    :param rows: number of rows, or changes, in each repeat.
+    :param seconds: duration of each repeat.
+    :param peer: the case to compare it with, unless it is a peer itself.
+    :param others: further cases to compare it with.
     """
 
     case: str
@@ -59,32 +59,32 @@ class Series:
 
     @property
     def rates(self) -> list[float]:
-        """Rows a second of each repeat."""
+        """Return the rows per second of each repeat."""
         return [self.rows / seconds for seconds in self.seconds]
 
 
 def check(expected: object, found: object, what: str) -> None:
-    """Refuse a run whose result is wrong.
+    """Raise an error if a result is wrong.
 
-    :raises WrongResult: saying what differs.
+    :raises WrongResult: with both values if they differ.
     """
     if found != expected:
-        raise WrongResult(f"{what}: {found}, but {expected} is right")
+        raise WrongResult(f"{what}: {found}, but expected {expected}")
 
 
 def tell(case: str, rows: int, seconds: float) -> None:
-    """Show that something goes on."""
+    """Print a line of progress."""
     print(f"{case}: {rows:,} rows in {seconds:.2f} s", file=sys.stderr)
 
 
 def spread(values: Iterable[float], digits: int = 1) -> dict[str, float]:
-    """Median, least and greatest of the repeats, rounded."""
+    """Return median, minimum and maximum of the repeats, rounded."""
     found = list(values)
     return {name: round(of(found), digits) for name, of in (("median", median), ("min", min), ("max", max))}
 
 
 def describe_machine(postgres: str, load: float) -> dict[str, str | int | float]:
-    """What the figures depend on.
+    """Return the facts about this machine on which the figures depend.
 
     :param load: the load average before anything was started.
     """
@@ -102,7 +102,7 @@ def describe_machine(postgres: str, load: float) -> dict[str, str | int | float]
 
 
 def as_json(series: Sequence[Series]) -> list[dict[str, Any]]:
-    """The cases as JSON values."""
+    """Return the cases as JSON values."""
     return [
         {
             "case": each.case,
@@ -122,7 +122,7 @@ def as_json(series: Sequence[Series]) -> list[dict[str, Any]]:
 
 
 def as_text(series: Sequence[Series]) -> str:
-    """The cases as a table."""
+    """Return the cases as a table."""
     body = []
     for each in as_json(series):
         rate, ratios = each["rows_per_second"], each["others"]
@@ -141,6 +141,6 @@ def as_text(series: Sequence[Series]) -> str:
 
 
 def _ratio(series: Series, peer: str | None, all_: Sequence[Series]) -> float | None:
-    """The median rate as a multiple of a peer's."""
+    """Return the median rate as a multiple of a peer's."""
     peers = [other for other in all_ if other.case == peer]
     return round(median(series.rates) / median(peers[0].rates), 3) if peers else None

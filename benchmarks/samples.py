@@ -1,4 +1,4 @@
-"""Looks at a stream while it is written to: memory, retained log, lag."""
+"""Samples a stream under load: memory, retained log, lag."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Sample:
-    """One look at everything; sizes in bytes.
+    """One sample; sizes are in bytes.
 
-    :param at: seconds since the first look.
-    :param behind: the largest lag in seconds since the look before.
+    :param at: seconds since the first sample.
+    :param behind: largest lag in seconds since the previous sample.
     :param retained: log that the slot keeps.
     :param lag: log that the sink has not applied.
-    :param driver: resident memory of the command's own process.
-    :param jvm: of the JVM beside it.
-    :param workers: of the Python workers.
-    :param reader: of the slot's reader.
-    :param written: changes committed at the source so far.
+    :param driver: resident memory of the command's process.
+    :param jvm: resident memory of the JVM next to it.
+    :param workers: resident memory of the Python workers.
+    :param reader: resident memory of the slot's reader.
+    :param written: changes committed at the source since the start.
     """
 
     at: float
@@ -49,9 +49,9 @@ class Sample:
 def samples(
     scene: Live, command: subprocess.Popen[bytes], writer: Writer, lag: Lag, seconds: float, interval: float
 ) -> Iterator[Sample]:
-    """Look at everything every ``interval`` seconds, for some time.
+    """Take a sample every ``interval`` seconds for some time.
 
-    :raises WrongResult: when the stream or the writer has ended.
+    :raises WrongResult: if the stream or the writer has ended.
     """
     pipeline, began = scene.pipeline, time.monotonic()
     text = (
@@ -60,7 +60,7 @@ def samples(
     )
     while (at := time.monotonic() - began) < seconds:
         scene.check_running(command)
-        check((None, None), (writer.failure, lag.failure), "failure of the writer, and of the watch over the lag")
+        check((None, None), (writer.failure, lag.failure), "failures of the writer and of the lag tracker")
         applied = existing_record(pipeline).applied
         retained, flushed = query(pipeline.source.dsn, text, pipeline.source.slot)
         sizes, missing = memory_of(command.pid), max(0, parse_lsn(str(flushed)) - applied)

@@ -1,9 +1,9 @@
-"""Scaling: whether a change costs as much with more executors, more tables and longer backlogs.
+"""Measures scaling: whether a change costs the same with more executors, more tables and longer backlogs.
 
-Every point drains a backlog into a mirror, as a warm session does it, and differs from the others of its axis in one
-number alone. Time begins with the slot's walsender and ends when the last unit is committed; the processor time of the
-job, the walsender and the target is taken over the same span. Executors are processes of their own with one core each
-(``local-cluster[n,1,1024]``), tables and backlogs are drained by ``local[2]``.
+Every point drains a backlog into a mirror in a warm session, and differs from the other points of its axis in one
+number only. Time starts with the slot's walsender and ends with the commit of the last unit; the CPU time of the job,
+the walsender and the target covers the same span. Executors are separate processes with one core each
+(``local-cluster[n,1,1024]``). For the axes of tables and backlogs, ``local[2]`` drains them.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ AXES = {
 }
 
 _STEP = 100
-"""Changes of one table in a row: half of them inserts, half of them updates of what its step before inserted."""
+"""Consecutive changes of one table: half of them inserts, half of them updates of the previous step's inserts."""
 _STEPS_A_TRANSACTION = 10
 _TRANSACTION = _STEP * _STEPS_A_TRANSACTION
 _HALF = _STEP // 2
 _WARM_CHANGES = 20 * _TRANSACTION
 _REPEATED = 16_000_000
-"""Longer backlogs are drained once: they last long enough for the machine's moods to even out."""
+"""Longer backlogs are drained once: they last long enough to average out fluctuations of the machine."""
 _SECONDS = 120.0
 _MIB = 1 << 20
 
@@ -58,8 +58,8 @@ _MIB = 1 << 20
 class Drain:
     """One drain of a backlog.
 
-    :param seconds: from the start of the walsender until all is committed.
-    :param cpu: seconds of processor time in that span by kind, see :mod:`.processes`.
+    :param seconds: from the start of the walsender until everything is committed.
+    :param cpu: seconds of CPU time in that span by kind, see :mod:`.processes`.
     """
 
     seconds: float
@@ -70,8 +70,8 @@ class Drain:
 class Point:
     """The repeats of one point.
 
-    :param x: where it lies on its axis.
-    :param log: bytes of the log that the backlog takes.
+    :param x: position on its axis.
+    :param log: bytes of the log that the backlog occupies.
     """
 
     x: int
@@ -80,7 +80,7 @@ class Point:
     drains: tuple[Drain, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Everything as JSON values; microseconds are a change's."""
+        """Return all figures as JSON values; microseconds are per change."""
         spent = [sum(each.cpu.values()) for each in self.drains]
         return {
             "x": self.x,
@@ -104,11 +104,11 @@ class Scaling:
     faults: ClassVar[tuple[str, ...]] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Everything as JSON values."""
+        """Return all figures as JSON values."""
         return {axis: [each.as_json() for each in points] for axis, points in self.axes.items()}
 
     def as_text(self) -> str:
-        """A row a point."""
+        """Return a table with a row per point."""
         body = []
         for axis, points in self.as_json().items():
             for each in points:
@@ -122,11 +122,11 @@ class Scaling:
 
 
 def measure(changes: int, repeat: int, axes: Mapping[str, Sequence[int]]) -> Scaling:
-    """Measure all points of some axes.
+    """Measure all points on some axes.
 
-    :param changes: of each drain, but for the axis :data:`BACKLOG`.
+    :param changes: number of changes per drain, except on the axis :data:`BACKLOG`.
     :param axes: the points of each axis of :data:`AXES`.
-    :raises WrongResult: when a mirror is not right.
+    :raises WrongResult: if a mirror is wrong.
     """
     whole = _whole(changes)
     with laboratory() as lab:
@@ -149,7 +149,7 @@ def _whole(changes: int) -> int:
 
 @contextmanager
 def _executors(lab: Lab, count: int) -> Iterator[Lab]:
-    """The same servers with another session, in the same JVM; a JVM has one at a time."""
+    """Return the same servers with another session in the same JVM, which can have only one at a time."""
     lab.spark.stop()
     settings = SparkSettings(
         f"local-cluster[{count},1,1024]", {"spark.ui.enabled": "false", "spark.log.level": "ERROR"}
@@ -159,13 +159,13 @@ def _executors(lab: Lab, count: int) -> Iterator[Lab]:
 
 
 def _warm(lab: Lab, changes: int) -> None:
-    """Drain a small backlog, so that the session has done all of it before."""
+    """Drain a small backlog, so that the session has already run all of the code."""
     few = min(changes, _WARM_CHANGES)
     _point(lab, "warm", few, 1, few, 1)
 
 
 def _point(lab: Lab, axis: str, x: int, tables: int, changes: int, repeat: int) -> Point:
-    """Drain the same backlog some times, each into a mirror of its own."""
+    """Drain the same backlog several times, each time into a new mirror."""
     database = f"{axis}{x}"
     create_database(lab.source, database)
     dsn = lab.source.dsn(database)
@@ -180,7 +180,7 @@ def _point(lab: Lab, axis: str, x: int, tables: int, changes: int, repeat: int) 
 
 
 def _provision(lab: Lab, database: str, name: str, tables: Sequence[str]) -> Pipeline:
-    """A pipeline whose mirror has what is there before the backlog."""
+    """Provision a pipeline whose mirror has the rows that precede the backlog."""
     create_database(lab.target, name)
     pipeline = replace(
         lab.pipeline(name, database, tables=[f"public.{table}" for table in tables]),  # type: ignore[arg-type]
@@ -196,7 +196,7 @@ def _first_rows(table: str) -> str:
 
 
 def _write(dsn: str, tables: int, changes: int) -> tuple[int, int]:
-    """Write a backlog, a step of one table after that of another, and return the LSNs of markers around it."""
+    """Write a backlog, one table's step after another's, and return the LSNs of the markers around it."""
     row = ROW.replace("'", "''")
     text = f"""
         DO $$ DECLARE low bigint; BEGIN FOR k IN 0..{changes // _STEP - 1} LOOP
@@ -239,12 +239,12 @@ def _drain(lab: Lab, pipeline: Pipeline, tables: Sequence[str], changes: int, en
         check(_checksum(source, table), _checksum(target, table), f"{SCALING}: rows and checksum of {table}")
     commands.drop(pipeline)
     drop_database(lab.target, pipeline.name)
-    del cpu["source"]  # which writes nothing meanwhile
+    del cpu["source"]  # it writes nothing meanwhile
     return Drain(ended - began, cpu)
 
 
 def _walsender(dsn: str, slot: str, over: Callable[[], bool]) -> float:
-    """Wait until a slot's walsender has started, and return when that was."""
+    """Wait until a slot's walsender has started, and return the start time."""
     text = "SELECT extract(epoch FROM backend_start)::float8 FROM pg_stat_replication WHERE application_name = %s"
     began: list[float] = []
 

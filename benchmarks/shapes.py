@@ -1,8 +1,8 @@
-"""What backlogs are made of: a kind of row, a size of transactions, a number of tables.
+"""The shapes of backlogs: a kind of row, a size of transactions, a number of tables.
 
-Half of a backlog's changes are inserts, half are updates of what was inserted a step before, so that all of it can be
-checked by sums. A step inserts and updates as many rows of one table; steps take the tables in turn. In one of
-``updates`` all rows are there before, and a step updates them in place of inserting them.
+Half of a backlog's changes are inserts, half are updates of the previous step's inserts, so that sums can verify all of
+it. A step inserts and updates the same number of rows of one table; steps take the tables in turn. In a shape with
+``updates`` all rows exist at the start, and a step updates rows instead of inserting them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Self, get_args
 
 Transactions = Literal["single", "thousand", "giant"]
-"""Transactions of one change each, of a thousand, or one for all."""
+"""Transactions of one change each, of a thousand changes each, or one for everything."""
 UPDATES = "updates"
 
 
@@ -21,10 +21,10 @@ class Row:
     """A kind of row; its key is ``id bigint``.
 
     :param columns: the other columns, as ``CREATE TABLE`` takes them.
-    :param values: their values as SQL expressions of ``n``, the key.
-    :param touched: the column of numbers that an update makes larger by one.
-    :param also: what else an update sets.
-    :param text: a column of text, by whose length it is seen that texts arrive.
+    :param values: their values as SQL expressions of the key ``n``.
+    :param touched: the numeric column that an update increments.
+    :param also: further assignments of an update.
+    :param text: a text column, whose length shows that texts arrive.
     """
 
     name: str
@@ -36,21 +36,21 @@ class Row:
 
     @property
     def sums(self) -> tuple[str, ...]:
-        """SQL that sums a mirror up, in the dialects of Postgres, MySQL and Spark."""
+        """Return SQL expressions that sum up a mirror, valid in Postgres, MySQL and Spark."""
         lengths = () if self.text is None else (f"sum(length({self.text}))",)
         return ("count(*)", "sum(id)", f"sum({self.touched})", *lengths)
 
     def ddl(self, table: str) -> str:
-        """The statement that makes a table."""
+        """Return the statement that creates a table."""
         return f"CREATE TABLE public.{table} (id bigint PRIMARY KEY, {self.columns})"
 
     def insert(self, table: str, first: str | int, last: str | int) -> str:
-        """The statement that inserts the rows with some keys."""
+        """Return the statement that inserts the rows in a range of keys."""
         keys = f"generate_series(({first})::bigint, ({last})::bigint)"
         return f"INSERT INTO public.{table} SELECT n, {self.values} FROM {keys} AS n"
 
     def update(self, table: str, first: str | int, last: str | int) -> str:
-        """The statement that updates the rows with some keys."""
+        """Return the statement that updates the rows in a range of keys."""
         changed = f"{self.touched} = {self.touched} + 1{self.also}"
         return f"UPDATE public.{table} SET {changed} WHERE id BETWEEN ({first})::bigint AND ({last})::bigint"
 
@@ -68,7 +68,7 @@ _AMOUNT = {"touched": "amount", "also": ", status = 'changed'", "text": "note"}
 
 
 def _wide() -> Row:
-    """199 columns beside the key, of which a row's values stay below what Postgres would move out of line."""
+    """Return a row with 199 columns in addition to the key, whose values are too small to be stored out of line."""
     kinds = (
         ("int", "(n % {})::int"),
         ("text", "'v' || n % {}"),
@@ -84,7 +84,7 @@ def _wide() -> Row:
 NARROW = Row("narrow", "v int NOT NULL", "(n % 1000)::int", touched="v")
 HUNDRED = Row("100-byte", _HUNDRED, _HUNDRED_VALUES, **_AMOUNT)
 KILOBYTE = Row("1-kb", f"{_HUNDRED}, body text NOT NULL", f"{_HUNDRED_VALUES}, repeat(md5(n::text), 28)", **_AMOUNT)
-# Out of line and not compressed; updates do not touch it, so that the log has it with inserts only.
+# Out of line and not compressed. Updates do not touch it, so the log has it only with inserts.
 TOASTED = Row(
     "toasted",
     "v int NOT NULL, body text STORAGE EXTERNAL",
@@ -100,7 +100,7 @@ ROWS = {row.name: row for row in (NARROW, HUNDRED, KILOBYTE, _wide(), TOASTED)}
 class Shape:
     """Rows, transactions and tables of a backlog.
 
-    :param updates: whether it has no inserts.
+    :param updates: whether it has updates only and no inserts.
     """
 
     row: Row = HUNDRED
@@ -110,9 +110,9 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read for example ``wide``, ``single`` or ``narrow,giant,500-tables``; what is not said is the default.
+        """Parse for example ``wide``, ``single`` or ``narrow,giant,500-tables``; missing parts have their defaults.
 
-        :raises ValueError: naming the part that is not known.
+        :raises ValueError: with the name of an unknown part.
         """
         shape = cls()
         for part in text.split(","):
@@ -127,12 +127,12 @@ class Shape:
                 shape = replace(shape, updates=True)
             else:
                 known = ", ".join((*ROWS, *get_args(Transactions), "N-tables", UPDATES))
-                raise ValueError(f"{part!r} is none of {known}")
+                raise ValueError(f"{part!r} is not one of {known}")
         return shape
 
     @property
     def title(self) -> str:
-        """What is not the default, as :meth:`parse` reads it, behind a comma each."""
+        """Return the parts that differ from the default, as :meth:`parse` reads them, each after a comma."""
         default = Shape()
         parts = (
             (self.row.name, self.row != default.row),
@@ -144,33 +144,33 @@ class Shape:
 
     @property
     def names(self) -> Sequence[str]:
-        """The tables of the schema ``public``."""
+        """Return the names of the tables in the schema ``public``."""
         return ["t"] if self.tables == 1 else [f"t{i}" for i in range(self.tables)]
 
     @property
     def ddl(self) -> Sequence[str]:
-        """Statements that make the tables."""
+        """Return statements that create the tables."""
         return [self.row.ddl(name) for name in self.names]
 
     def half(self, changes: int) -> int:
-        """How many rows a step inserts, and updates, and how many each table has before the first insert."""
+        """Return the rows that a step inserts, or updates, and that each table has before the first insert."""
         return {"single": 1, "thousand": 500, "giant": max(1, changes // (2 * self.tables))}[self.transactions]
 
     def steps(self, changes: int) -> int:
-        """How many steps come nearest to so many changes."""
+        """Return the number of steps that comes nearest to ``changes``."""
         return max(1, changes // (2 * self.half(changes)))
 
     def rounds(self, steps: int) -> Sequence[int]:
-        """How many of the steps take each of the tables."""
+        """Return the number of steps for each of the tables."""
         return [(steps - i + self.tables - 1) // self.tables for i in range(self.tables)]
 
     def fill(self, half: int, steps: int) -> Sequence[str]:
-        """Statements that insert what tables have at the beginning."""
+        """Return statements that insert the initial rows of the tables."""
         rounds = self.rounds(steps) if self.updates else [0] * self.tables
         return [self.row.insert(name, 1, half * (n + 1)) for name, n in zip(self.names, rounds, strict=True)]
 
     def write(self, steps: int, half: int) -> str:
-        """A statement that does all steps, in transactions of this shape."""
+        """Return a statement that performs all steps, in transactions of this shape."""
         first, last = f"({{0}}) * {half} + 1", f"({{0}} + 1) * {half}"
         number = "k" if self.tables == 1 else "$1"
         table = "t" if self.tables == 1 else f"t$q$ || i % {self.tables} || $q$"

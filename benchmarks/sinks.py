@@ -1,7 +1,6 @@
-"""Sinks without a database behind them, to measure what comes before one.
+"""Sinks without a database, which serve to measure everything that precedes one.
 
-Both do their work in :meth:`stage`, on executors, which is all of a sink that
-:class:`.stream_job.Stage` calls.
+Both do their work in :meth:`stage`, on executors. :class:`.staging_task.StagingTask` calls no other method of a sink.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from airflow_cdc_provider.engine.sinks.staged import Staged
 
 @dataclass(frozen=True)
 class NoopSink:
-    """Takes the net rows of a mirror and forgets them."""
+    """Takes the net rows of a mirror and discards them."""
 
     mode: Literal["mirror"] = "mirror"
 
@@ -29,7 +28,7 @@ class NoopSink:
 
 @dataclass(frozen=True)
 class ParquetSink:
-    """Writes every change to Parquet as the sink of files does, one folder a table and one file a piece."""
+    """Writes every change to Parquet like the files sink, one folder per table and one file per piece."""
 
     directory: Path
     mode: Literal["changelog"] = "changelog"

@@ -1,7 +1,7 @@
-"""The snapshot: chunks copied by Spark tasks into sinks, against other programs that copy the same table.
+"""Measures the snapshot: Spark tasks copy chunks into sinks, and other programs copy the same table.
 
-All write into an empty table whose primary key is in place, or into an empty folder or topic. Planning the chunks is
-not measured here; taking snapshots, locks, markers and commits of chunks is.
+Each case writes into an empty table with a primary key, or into an empty folder or topic. The time includes the chunks'
+snapshots, locks, markers and commits, but not the planning of the chunks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DUMP = "pg_dump"
 PEERS = (DUMP, jdbc.JDBC, jdbc.PARQUET, debezium.SNAPSHOT)
 CASES = (*PIPELINES, *PEERS)
 READERS = 2
-"""Chunks at a time, by default."""
+"""Default number of chunks at a time."""
 
 _WARM_ROWS = 20_000
 
@@ -35,9 +35,9 @@ _WARM_ROWS = 20_000
 def measure(
     lab: Lab, rows: int, repeat: int, cases: Collection[str], row: Row, readers: Sequence[int] = (READERS,)
 ) -> list[Series]:
-    """Run ``COPY`` and the cases, one after the other in every repeat, so that the machine's moods fall on all.
+    """Run ``COPY`` and the cases, one after the other in every repeat, so that the machine's fluctuations affect all.
 
-    :param readers: numbers of chunks at a time with which each case of ours is run.
+    :param readers: numbers of chunks at a time for each case of this project.
     """
     if rows > _WARM_ROWS:
         _measure(lab, "snapshot_warm", _WARM_ROWS, 1, cases, Shape(row), readers[:1])
@@ -86,7 +86,7 @@ def _measure(
 
 
 def _others(case: str) -> tuple[str, ...]:
-    """Peers that a case is compared with beside ``COPY``."""
+    """Return further peers, in addition to ``COPY``, to compare a case with."""
     name = case.partition(",")[0]
     into_files = (f"{SNAPSHOT}-files", f"{SNAPSHOT}-delta", f"{SNAPSHOT}-delta-changelog")
     like = {SNAPSHOT: (DUMP, jdbc.JDBC), **dict.fromkeys(into_files, (jdbc.PARQUET,))}
@@ -108,7 +108,7 @@ def _dump(lab: Lab, database: str, shape: Shape) -> float:
 
 
 def _chunks(lab: Lab, database: str, case: str, outlet: Outlet, shape: Shape, rows: int, readers: int) -> float:
-    """The chunk copy of a provisioned pipeline."""
+    """Return the seconds that a provisioned pipeline takes to copy its chunks."""
     section = outlet.section(lab, database)
     pipeline = lab.pipeline(database, database, section, publication=PUBLICATION, parallelism=readers)
     commands.provision(pipeline)

@@ -1,8 +1,8 @@
-"""The soak: sustained writes for minutes, and whether retained log and memory stay bounded.
+"""The soak test: writes for minutes at a steady rate, and checks that retained log and memory stay bounded.
 
-The stream is the command ``airflow-cdc stream`` in processes of its own. Retained log cannot
-be less than what is written until the server's next running-transactions record, some 15
-seconds, which lets ``restart_lsn`` move.
+The stream is the command ``airflow-cdc stream`` in separate processes. The retained log includes at least what was
+written since the server's last running-transactions record, which it writes every 15 seconds or so. Only such a record
+lets ``restart_lsn`` move.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.writer import Writer
 
 SOAK = "soak"
 JUDGED_SECONDS = 120.0
-"""Shorter runs are not judged: a JVM that has just started grows, and little log is written."""
+"""Shorter runs are not judged, because a JVM grows after its start and little log is written."""
 _BATCHES = 4
 _GROWTH = 0.1
 _MIB = 1 << 20
@@ -28,7 +28,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Soak:
-    """The samples of a run, and what they say. The first half is warm-up."""
+    """The samples of a run and their verdict; the first half is warm-up."""
 
     seconds: float
     samples: tuple[Sample, ...]
@@ -37,11 +37,11 @@ class Soak:
 
     @property
     def steady(self) -> tuple[Sample, ...]:
-        """The samples after the warm-up."""
+        """Return the samples after the warm-up."""
         return self.samples[len(self.samples) // 2 :]
 
     def growth(self, name: str) -> float:
-        """By how many bytes a figure grew over the second half, by least squares."""
+        """Return the bytes by which a figure grew over the second half, fitted by least squares."""
         points = [(each.at, getattr(each, name)) for each in self.steady]
         x, y = fmean(p[0] for p in points), fmean(p[1] for p in points)
         spread = sum((p[0] - x) ** 2 for p in points)
@@ -49,14 +49,14 @@ class Soak:
         return slope * (points[-1][0] - points[0][0])
 
     def allowed(self, name: str) -> float | None:
-        """By how many bytes a figure may grow over the second half; ``None`` for any."""
+        """Return the bytes by which a figure may grow over the second half, or ``None`` for no limit."""
         if name in ENGINE:
             return _GROWTH * median(getattr(each, name) for each in self.steady)
         return MAX_BATCH_BYTES if name == "retained" else None
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What was not bounded, with its figures; none for a run that is too short to tell."""
+        """Return the figures that exceeded their bounds; none for a run that is too short to judge."""
         if self.seconds < JUDGED_SECONDS:
             return ()
         found = []
@@ -76,7 +76,7 @@ class Soak:
         return tuple(found)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything as JSON values."""
+        """Return all figures as JSON values."""
         return {
             "seconds": round(self.seconds, 1),
             "changes": self.samples[-1].written,
@@ -85,7 +85,7 @@ class Soak:
         }
 
     def as_text(self) -> str:
-        """The figures as a table, and the verdict."""
+        """Return the figures as a table, and the verdict."""
         body = []
         for name in ("retained", "lag", *ENGINE):
             values = [getattr(each, name) / _MIB for each in self.steady]
@@ -107,8 +107,8 @@ class Soak:
 def measure(seconds: float, rate: int) -> Soak:
     """Write for some time while the stream runs, and take samples.
 
-    :param rate: changes a second that are written, if the source can.
-    :raises WrongResult: when the stream ends by itself, or source and target differ at the end.
+    :param rate: changes per second to write, if the source is fast enough.
+    :raises WrongResult: if the stream ends early, or source and target differ at the end.
     """
     stream = {"trigger": "1 second", "max_batch_bytes": MAX_BATCH_BYTES, "heartbeat": "5 seconds"}
     with live(stream, {"checkpoint_timeout": "30s"}) as scene:

@@ -1,7 +1,7 @@
-"""Start-up: from the submission of a stream until the first change is applied, cold and in a warm session.
+"""Measures start-up: the time from starting a stream until the first change is applied, cold and in a warm session.
 
-Cold is ``airflow-cdc stream`` as a process, with its JVM; a change waits in the log when it is started. Warm is the
-stream job in a session that has run one before, as of a job that begins again.
+A cold start is the process ``airflow-cdc stream`` with its JVM; a change waits in the log when it starts. A warm start
+is the stream job in a session that has already run one, like a job that restarts.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class StartUp:
     faults: ClassVar[tuple[str, ...]] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Everything as JSON values."""
+        """Return all figures as JSON values."""
         return {
             kind: {"seconds": [round(each, 3) for each in seconds], **spread(seconds, 2)}
             for kind, seconds in asdict(self).items()
         }
 
     def as_text(self) -> str:
-        """A row a kind."""
+        """Return a table with a row per kind."""
         found = self.as_json()
         body = [[kind, *(f"{found[kind][name]:.2f}" for name in ("median", "min", "max"))] for kind in found]
         return text_table(["seconds", "median", "min", "max"], body)
@@ -58,7 +58,7 @@ class StartUp:
 def measure(repeat: int) -> StartUp:
     """Start streams, one after the other.
 
-    :raises WrongResult: when a change does not come, or source and target differ at the end.
+    :raises WrongResult: if a change does not arrive, or source and target differ at the end.
     """
     with live({}) as scene:
         cold = [_cold(scene, row) for row in range(1, repeat + 1)]

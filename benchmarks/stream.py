@@ -1,7 +1,7 @@
-"""The stream: a backlog of changes into sinks, against other programs that read the same.
+"""Measures the stream: a backlog of changes is read into sinks, and by other programs.
 
-Every run reads the same backlog, from a slot of its own. Time begins when the server starts the walsender, and ends
-when the unit with the last change is done: what Spark needs to start a query is no part of it.
+Every run reads the same backlog from its own slot. Time starts when the server starts the walsender and ends when the
+unit with the last change is done. The start-up of Spark's query is not part of it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from airflow_cdc_provider.engine.sinks.staged import StagedPiece
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import copy_chunks
 from airflow_cdc_provider.engine.sources.postgres.recorded_slot import RecordedSlot
-from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import Handout
-from airflow_cdc_provider.engine.sources.postgres.stream.spark_source import Meeting, SourceOptions, postgres_cdc
-from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import Stage
+from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import InlineStaging
+from airflow_cdc_provider.engine.sources.postgres.stream.spark_source import LocalProcesses, SourceOptions, postgres_cdc
+from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import StagingTask
 from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Position
-from airflow_cdc_provider.engine.spark.local_sockets import meeting_place
+from airflow_cdc_provider.engine.spark.local_sockets import socket_directory
 from benchmarks.backlog import PUBLICATION, Backlog, make_backlog, sums, walsender_start
 from benchmarks.lab import Lab, create_database, drop_database, execute
 from benchmarks.outlets import OUTLETS, Outlet
@@ -51,22 +51,22 @@ from benchmarks.sinks import NoopSink, ParquetSink
 
 NOOP, PARQUET, MIRROR = "stream-noop", "stream-parquet", "stream-mirror"
 PIPELINES = {f"stream-{name}": outlet for name, outlet in OUTLETS.items()}
-"""Cases that are whole pipelines."""
+"""Cases that run whole pipelines."""
 PEERS = (SUBSCRIPTION, debezium.COUNT, debezium.WARM, debezium.JSON, flink.FLINK)
 CASES = (NOOP, PARQUET, *PIPELINES, *PEERS)
 TRANSACTION = 1000
-"""Changes of each transaction, of the default shape."""
+"""Changes per transaction in the default shape."""
 
-# Before anything is measured every case drains as many changes, but no more than this: a JVM becomes faster for
-# minutes.
+# Before anything is measured, every case drains the same number of changes as a warm-up, but at most this many: a JVM
+# gets faster for minutes.
 _WARM_CHANGES = 2_000 * TRANSACTION
-_FEW_CHANGES = 10 * TRANSACTION  # not worth a warm-up
+_FEW_CHANGES = 10 * TRANSACTION  # too few for a warm-up
 _SECONDS = 3600.0
 
 
 @dataclass
 class Clock:
-    """Takes the time from the start of a slot's walsender until the end of the backlog is done."""
+    """Measures the time from the start of a slot's walsender until the end of the backlog is done."""
 
     backlog: Backlog
     slot: str
@@ -74,7 +74,7 @@ class Clock:
     seconds: float = 0.0
 
     def passed(self, lsn: int) -> None:
-        """Note that everything up to ``lsn`` is done; the walsender still runs."""
+        """Record that everything up to ``lsn`` is done; the walsender still runs."""
         if lsn >= self.backlog.end and not self.stopped.is_set():
             now = time.time()
             self.seconds = now - walsender_start(self.backlog.dsn, self.slot)
@@ -139,13 +139,13 @@ def _measure(lab: Lab, database: str, changes: int, repeat: int, cases: Collecti
 
 
 def _others(case: str) -> tuple[str, ...]:
-    """Peers that a case is compared with beside ``pg_recvlogical``."""
+    """Return further peers, in addition to ``pg_recvlogical``, to compare a case with."""
     into_postgres = (SUBSCRIPTION,) if case == MIRROR else ()
     return () if case in PEERS else (*into_postgres, *PEERS[1:])
 
 
 def _provision(lab: Lab, name: str, database: str, outlet: Outlet) -> Pipeline:
-    """A pipeline whose snapshot is done, so that the stream is all that is left."""
+    """Provision a pipeline whose snapshot is complete, so that only the stream remains."""
     pipeline = lab.pipeline(name, database, outlet.section(lab, name), publication=PUBLICATION)
     commands.provision(pipeline)
     with run_part(pipeline, "snapshot", None) as (run, record):
@@ -178,7 +178,7 @@ def _parquet(backlog: Backlog) -> float:
 
 
 def _pipeline(backlog: Backlog, case: str, pipelines: Sequence[Pipeline], i: int) -> float:
-    """The stream job of a pipeline, which is gone then with all that it wrote."""
+    """Run the stream job of a pipeline, and drop the pipeline afterwards with everything that it wrote."""
     lab, shape, pipeline, outlet = backlog.lab, backlog.shape, pipelines[i], PIPELINES[case]
     clock = Clock(backlog, pipeline.source.slot)
     with run_part(pipeline, "stream", None) as (run, record):
@@ -195,28 +195,28 @@ def _pipeline(backlog: Backlog, case: str, pipelines: Sequence[Pipeline], i: int
 
 
 def _follow(backlog: Backlog, sink: NoopSink | ParquetSink) -> tuple[float, list[StagedPiece]]:
-    """Follow the log as the stream job does, but for the commit; return the time and what was staged."""
+    """Follow the log like the stream job, except for the commit; return the time and what was staged."""
     lab, dsn = backlog.lab, backlog.dsn
     pipeline = lab.pipeline("bench", backlog.database)
     with connected(dsn) as source:
         tables = resolve(source, pipeline.source.tables)
     targets = tuple(Target(table, table.schema, table.name) for table in tables)
-    work = Stage(sink, sink, 0, targets, {}, 0, dsn, Identity())  # type: ignore[arg-type]  # a part of a sink will do
+    task = StagingTask(sink, sink, 0, targets, {}, 0, dsn, Identity())  # type: ignore[arg-type]  # a part of a sink will do
     staged: list[StagedPiece] = []
-    handout = Handout()
-    handout.offers.append(lambda: work)
+    staging = InlineStaging()
+    staging.offers.append(lambda: task)
 
     def stage(pieces: DataFrame, batch: int) -> None:
-        messages = handout.stage(pieces, work)
+        messages = staging.stage(pieces, task)
         for message in messages:
             if isinstance(message, CdcError):
                 raise message
         staged.extend(messages)
-        if messages:  # the first batch of a query can be empty
+        if messages:  # the first batch of a query may be empty
             clock.passed(Position.from_json(json.loads(messages[0].end)).lsn)
 
-    with backlog.slot() as slot, meeting_place() as directory, handout.serving(directory, lambda passed: None):
-        meeting = Meeting.of(lab.spark, directory)
+    with backlog.slot() as slot, socket_directory() as directory, staging.serving(directory, lambda passed: None):
+        local = LocalProcesses.of(lab.spark, directory)
         clock = Clock(backlog, slot)
         with connected(dsn) as source:
             origin = RecordedSlot(read_identity(source, slot, PUBLICATION), False).origin
@@ -231,7 +231,7 @@ def _follow(backlog: Backlog, sink: NoopSink | ParquetSink) -> tuple[float, list
             sink,  # type: ignore[arg-type]
             0,
             pipeline.stream.trigger,
-            meeting,
+            local,
         )
         lab.spark.dataSource.register(postgres_cdc(options))
         pieces = lab.spark.readStream.format("postgres_cdc").load()

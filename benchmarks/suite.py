@@ -1,8 +1,8 @@
-"""``python -m benchmarks.suite [run …]``: all that ``docs/benchmarks.md`` shows, measured at its full size.
+"""``python -m benchmarks.suite [run …]``: measure everything in ``docs/benchmarks.md`` at full size.
 
-A run is a process of ``python -m benchmarks`` for what is compared with each other, and leaves its figures in a file of
-its name. All of them take some hours, of which nothing else should happen on the machine; so they can be had one by
-one, and the page is written from what there is.
+A run is a process of ``python -m benchmarks`` for cases that are compared with each other; it writes its figures into a
+file with its name. All runs together take some hours, during which the machine should do nothing else. So each can be
+started separately, and the page is written from the figures that exist.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RUNS = {
     "large-table": "snapshot snapshot-files pg_dump --shape 1-kb --rows 18000000 --repeat 1",
     "topics": "kafka --rows 500000",
     "planning": "planning --rows 100000000",
-    "beside": "beside --rows 4000000",
+    "concurrent-load": "concurrent-load --rows 4000000",
     "latency": "latency",
     "floor": "floor",
     "sustained": "sustained --repeat 1",
@@ -38,15 +38,15 @@ RUNS = {
     "parsing": "parsing --repeat 5",
     "soak": "soak",
 }
-"""The arguments of each run."""
+"""Arguments of each run."""
 
 FOLDER = Path(__file__).parents[1] / "docs" / "benchmarks"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, and write the page; 1 when a run has failed."""
+    """Measure, write the page, and return 1 if a run has failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.suite", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("runs", nargs="*", metavar="run", type=_run, help=f"of {', '.join(RUNS)}; or all")
+    parser.add_argument("runs", nargs="*", metavar="run", type=_run, help=f"any of {', '.join(RUNS)}; by default all")
     chosen = parser.parse_args(arguments).runs or list(RUNS)
     failed = []
     for name in chosen:
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(text: str) -> str:
     if text not in RUNS:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(RUNS)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(RUNS)}")
     return text
 
 

@@ -1,8 +1,8 @@
-"""Sustained load: how many changes a second are followed for minutes, and what they cost.
+"""Measures sustained load: how many changes per second a stream follows for minutes, and what they cost.
 
-Rates are tried for a short time each, upwards, until one is not held: until the target was once more than five seconds
-behind. The highest that was held is then written for minutes, and the next lower one if it is not held either. All of
-it runs against one stream, in processes of its own.
+Increasing rates are tried for a short time each, until the stream does not hold one: the target falls behind by more
+than five seconds. The highest rate that was held is then written for minutes; if it is not held, the next lower one
+follows. All of it runs against one stream in separate processes.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Load:
-    """What was written at one rate, and how the stream kept up.
+    """The changes written at one rate, and how well the stream kept up.
 
-    :param rate: changes a second that were to be written.
-    :param cpu: seconds of processor time by kind, see :mod:`.processes`.
+    :param rate: changes per second that the writer aimed at.
+    :param cpu: seconds of CPU time by kind, see :mod:`.processes`.
     """
 
     rate: int
@@ -48,38 +48,38 @@ class Load:
 
     @property
     def changes(self) -> int:
-        """How many changes were written between the first look and the last."""
+        """Return the number of changes written between the first sample and the last."""
         return self.samples[-1].written - self.samples[0].written
 
     @property
     def written(self) -> float:
-        """Changes a second."""
+        """Return the changes written per second."""
         return self.changes / (self.samples[-1].at - self.samples[0].at)
 
     @property
     def behind(self) -> float:
-        """The largest lag in seconds."""
+        """Return the largest lag in seconds."""
         return max(each.behind for each in self.samples)
 
     @property
     def verdict(self) -> str:
-        """Whether it was held; if not, whether the source or the stream is the limit."""
+        """Return whether the rate was held; if not, whether the source or the stream was the limit."""
         if self.behind >= BEHIND_SECONDS:
             return "not followed"
         return HELD if self.written >= _WRITTEN * self.rate else "not written"
 
     @property
     def held(self) -> bool:
-        """Whether all of it was written, and followed."""
+        """Return whether all changes were written and followed."""
         return self.verdict == HELD
 
     @property
     def cpu_per_million(self) -> dict[str, float]:
-        """Seconds of processor time by kind for a million changes."""
+        """Return seconds of CPU time by kind per million changes."""
         return {kind: round(seconds / max(1, self.changes) * 1e6, 2) for kind, seconds in self.cpu.items()}
 
     def as_json(self) -> dict[str, Any]:
-        """Everything as JSON values."""
+        """Return all figures as JSON values."""
         figures = {"written": round(self.written), "behind": self.behind, "verdict": self.verdict}
         cpu = {"cpu_per_million": self.cpu_per_million}
         return {"rate": self.rate, **figures, **cpu, "samples": [asdict(each) for each in self.samples]}
@@ -87,7 +87,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Sustained:
-    """The search, and the long runs at the highest rate that was held."""
+    """The search for the highest rate, and the long runs at that rate."""
 
     seconds: float
     probes: tuple[Load, ...]
@@ -97,21 +97,21 @@ class Sustained:
 
     @property
     def rate(self) -> int:
-        """The highest rate that was held in all long runs; 0 for none."""
+        """Return the highest rate that was held in all long runs, or 0 if there is none."""
         return 0 if self.faults else self.holds[-1].rate
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """That no rate was held."""
+        """Return a fault if no rate was held."""
         return () if self.holds and self.holds[-1].held else (NOT_HELD,)
 
     @property
     def steady(self) -> tuple[Load, ...]:
-        """The long runs at the rate that was held."""
+        """Return the long runs at the rate that was held."""
         return tuple(each for each in self.holds if each.held and each.rate == self.rate)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything as JSON values."""
+        """Return all figures as JSON values."""
         costs = [each.cpu_per_million for each in self.steady]
         return {
             "seconds": self.seconds,
@@ -123,7 +123,7 @@ class Sustained:
         }
 
     def as_text(self) -> str:
-        """Every rate, and what the last of the long runs cost."""
+        """Return a table of every rate, and of the cost of the long runs."""
         body = [_row("probe", each) for each in self.probes] + [_row("hold", each) for each in self.holds]
         head = ["", "changes/s", "written/s", "s behind", "retained MiB", "", *KINDS]
         return f"CPU seconds a million changes by kind\n{text_table(head, body)}"
@@ -137,11 +137,11 @@ def _row(name: str, load: Load) -> list[str]:
 
 
 def measure(seconds: float, repeat: int, rates: Sequence[int]) -> Sustained:
-    """Search the highest rate that is held, and hold it.
+    """Search for the highest rate that the stream holds, and hold it.
 
-    :param seconds: how long each of the long runs takes.
-    :param repeat: how many of them.
-    :raises WrongResult: when the stream ends by itself, or source and target differ at the end.
+    :param seconds: duration of each of the long runs.
+    :param repeat: number of long runs.
+    :raises WrongResult: if the stream ends early, or source and target differ at the end.
     """
     stream = {"trigger": "500 milliseconds", "max_batch_bytes": MAX_BATCH_BYTES, "heartbeat": "5 seconds"}
     settings = {name: value for name, value in SERVER_SETTINGS.items() if name != "autovacuum"}  # it runs for minutes
@@ -149,7 +149,7 @@ def measure(seconds: float, repeat: int, rates: Sequence[int]) -> Sustained:
         with scene.stream() as command:
             scene.catch_up()
             probe = min(_PROBE_SECONDS, seconds)
-            _load(scene, command, min(rates), probe)  # warms everything
+            _load(scene, command, min(rates), probe)  # a warm-up
             probes: list[Load] = []
             for rate in sorted(rates):
                 probes.append(_load(scene, command, rate, probe))
@@ -168,7 +168,7 @@ def measure(seconds: float, repeat: int, rates: Sequence[int]) -> Sustained:
 
 
 def _load(scene: Live, command: subprocess.Popen[bytes], rate: int, seconds: float) -> Load:
-    """Write at a rate, and wait until all of it is applied."""
+    """Write at a rate, and wait until all changes are applied."""
     print(f"{SUSTAINED}: {rate:,} changes a second", file=sys.stderr)
     meter = scene.meter(command)
     before = meter.read()

@@ -1,10 +1,10 @@
-"""What is measured in rows a second, in one laboratory: drains of backlogs, snapshots, planning, the load beside."""
+"""Measures rows per second in one laboratory: drains of backlogs, snapshots, planning, and a load during a snapshot."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from benchmarks import beside, planning, snapshot, stream
+from benchmarks import concurrent_load, planning, snapshot, stream
 from benchmarks.lab import JDBC, laboratory
 from benchmarks.outlets import Outlet
 from benchmarks.peers import jdbc
@@ -12,17 +12,17 @@ from benchmarks.report import Series
 from benchmarks.shapes import Shape
 
 CASES = {
-    snapshot.SNAPSHOT: "the copy of a table into a mirror, against COPY",
-    **{case: f"the same, to {case.partition('-')[2]}" for case in snapshot.PIPELINES if case != snapshot.SNAPSHOT},
-    **dict.fromkeys(snapshot.PEERS, "a peer of snapshots"),
-    stream.NOOP: "a backlog of the log, decoded and thrown away, against pg_recvlogical",
-    stream.PARQUET: "the same, each change written to Parquet",
-    **{case: f"the same, to {case.partition('-')[2]}" for case in stream.PIPELINES},
-    **dict.fromkeys(stream.PEERS, "a peer of streams"),
-    planning.PLANNING: "cutting a large table into chunks",
-    beside.BESIDE: "pgbench beside a snapshot",
+    snapshot.SNAPSHOT: "copy of a table into a mirror, compared with COPY",
+    **{case: f"the same, into {case.partition('-')[2]}" for case in snapshot.PIPELINES if case != snapshot.SNAPSHOT},
+    **dict.fromkeys(snapshot.PEERS, "another program, compared with snapshots"),
+    stream.NOOP: "backlog, decoded and discarded, compared with pg_recvlogical",
+    stream.PARQUET: "the same, with each change written to Parquet",
+    **{case: f"the same, into {case.partition('-')[2]}" for case in stream.PIPELINES},
+    **dict.fromkeys(stream.PEERS, "another program, compared with streams"),
+    planning.PLANNING: "division of a large table into chunks",
+    concurrent_load.CASE: "pgbench during a snapshot",
 }
-"""All that can be measured, and what it is."""
+"""All cases that can be measured, with their descriptions."""
 
 
 def measure(
@@ -32,11 +32,11 @@ def measure(
     shapes: Sequence[Shape] = (Shape(),),
     readers: Sequence[int] = (snapshot.READERS,),
 ) -> list[Series]:
-    """Start what cases need, and run them.
+    """Start the servers that the cases need, and run the cases.
 
-    :param cases: some of :data:`CASES`.
-    :param rows: of snapshots, and changes of backlogs.
-    :param shapes: of backlogs; snapshots copy tables of their rows.
+    :param cases: any of :data:`CASES`.
+    :param rows: rows of snapshots, and changes of backlogs.
+    :param shapes: shapes of backlogs; snapshots copy tables of their rows.
     :param readers: numbers of chunks at a time.
     """
     outlets: list[Outlet] = [
@@ -55,6 +55,6 @@ def measure(
             series += stream.measure(lab, rows, repeat, cases, shapes)
         if planning.PLANNING in cases:
             series += planning.measure(lab, rows, repeat)
-        if beside.BESIDE in cases:
-            series += beside.measure(lab, rows, repeat)
+        if concurrent_load.CASE in cases:
+            series += concurrent_load.measure(lab, rows, repeat)
     return series

@@ -1,7 +1,7 @@
-"""What waiting costs: the queries and the processor time of sensors that wait in one triggerer.
+"""Measures what waiting costs: the queries and the CPU time of sensors that wait in one triggerer.
 
-Run it with ``python -m benchmarks.waiting``. The triggers run in this process as they do in a triggerer, against a
-server whose log counts the statements. Nothing moves, so all of it is the price of waiting.
+Run it with ``python -m benchmarks.waiting``. The triggers run in this process as in a triggerer, against a server whose
+log counts the statements. Nothing changes at the source, so all of it is the cost of waiting.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from local_servers.postgres import PostgresServer
 
 
 async def wait(count: int, slots: int, seconds: float, interval: float) -> float:
-    """Let some sensors wait; the processor time that this process used a minute."""
+    """Let some sensors wait, and return the CPU time of this process per minute."""
     triggers = [
         ExpectationTrigger(
             kind="progress",
@@ -48,11 +48,11 @@ async def wait(count: int, slots: int, seconds: float, interval: float) -> float
 
 def main() -> int:
     """Measure and print the table."""
-    parser = argparse.ArgumentParser(description="What sensors cost that wait in one triggerer.")
+    parser = argparse.ArgumentParser(description="Measure the cost of sensors that wait in one triggerer.")
     parser.add_argument("--sensors", type=int, nargs="+", default=[1, 10, 100, 1000])
-    parser.add_argument("--slots", type=int, default=10, help="of the server; the sensors share them")
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long each number of sensors waits")
-    parser.add_argument("--interval", type=float, default=10.0, help="seconds between two looks")
+    parser.add_argument("--slots", type=int, default=10, help="number of slots that the sensors share")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration for each number of sensors")
+    parser.add_argument("--interval", type=float, default=10.0, help="seconds between two checks of a sensor")
     options = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     body = []
@@ -64,18 +64,18 @@ def main() -> int:
             with psycopg.connect(server.dsn(), autocommit=True) as connection:
                 for i in range(options.slots):
                     connection.execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", [f"s{i}"])
-            asyncio.run(wait(1, 1, 2.0, 1.0))  # imports, and the like
+            asyncio.run(wait(1, 1, 2.0, 1.0))  # imports and other first-time costs
             for count in options.sensors:
                 before = statements(server)
                 cpu = asyncio.run(wait(count, options.slots, options.seconds, options.interval))
                 queries = (statements(server) - before) * 60 / options.seconds
                 body.append([str(count), f"{queries:.1f}", f"{cpu * 1000:.0f}"])
-    print(text_table(["sensors", "statements a minute", "processor ms a minute"], body))
+    print(text_table(["sensors", "statements per minute", "CPU ms per minute"], body))
     return 0
 
 
 def statements(server: PostgresServer) -> int:
-    """How many statements a server has been given, by its log."""
+    """Return the number of statements in a server's log."""
     return server.log_file.read_text(encoding="utf-8", errors="replace").count("LOG:  statement:")
 
 

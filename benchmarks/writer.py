@@ -1,4 +1,4 @@
-"""A steady load of changes."""
+"""Writes a steady load of changes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _CONNECTIONS = 4
 
 
 class Writer:
-    """Inserts, updates and deletes on a bounded number of keys, in transactions of fifty, at a steady rate.
+    """Inserts, updates and deletes on a bounded number of keys, in transactions of fifty changes, at a steady rate.
 
-    Four connections share the rate, each with keys of its own: commits of one wait for the disk.
+    Four connections share the rate, each with its own keys, because commits of a single connection wait for the disk.
 
-    :param rate: changes a second, if the source can.
+    :param rate: changes per second, if the source is fast enough.
     """
 
     def __init__(self, dsn: str, rate: float) -> None:
@@ -35,7 +35,7 @@ class Writer:
 
     @property
     def changes(self) -> int:
-        """How many have been committed."""
+        """Return the number of changes committed."""
         return sum(self._changes)
 
     def _run(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Reads the rows of an interval of time again, or a range of keys, and merges them while the stream goes on."""
+"""Reads the rows of a time interval or a range of keys again, and merges them while the stream runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from airflow_cdc_provider.timetables.backfill import BackfillTimetable
 
 with DAG(
     dag_id="cdc_backfill",
-    # A backfill is divided into intervals of this length; nothing runs unasked.
+    # Divides a backfill into intervals of this length; does not schedule runs.
     schedule=BackfillTimetable(os.environ.get("AIRFLOW_CDC_BACKFILL_CRON", "0 0 * * *"), timezone="UTC"),
     start_date=datetime(1970, 1, 1, tzinfo=UTC),
     catchup=False,
@@ -23,16 +23,15 @@ with DAG(
     doc_md="""
 ### Backfill of a pipeline
 
-Reads rows of the source again and merges them into the sink: rows that are damaged or missing there are healed, rows
-that the source does not have are deleted. The stream goes on meanwhile, and reads the rows itself between two of its
-units; where no stream runs, the task reads them in its worker. Intervals may be read in any order, at the same time,
-and any number of times.
+Reads rows of the source again and merges them into the sink. This repairs damaged and missing rows, and deletes rows
+that the source does not have. A running stream reads the rows itself between two units; without a stream, the task
+reads them in its worker. Intervals may be read in any order, at the same time, and repeatedly.
 
-* **Create backfill** in this page, or `airflow backfill create --dag-id cdc_backfill --from-date 2026-01-01 --to-date
-  2026-01-05`: a run for each day, whose rows are those with the time column in that day (in UTC).
-* **Trigger** for one interval: give From and To. Rows may also be chosen by a range of keys, or whole tables be read.
+* **Create backfill** on this page, or `airflow backfill create --dag-id cdc_backfill --from-date 2026-01-01 --to-date
+  2026-01-05`: creates one run per day, for the rows whose time column is in that day (UTC).
+* **Trigger** a run for one interval: set From and To. You can also select a range of keys, or all rows.
 
-The Dag has to be active, not paused; it never runs by itself.
+Unpause the Dag to use it. It never starts automatically.
 """,
     params={
         **pipeline_param(),
@@ -42,54 +41,54 @@ The Dag has to be active, not paused; it never runs by itself.
             items={"type": "string", "pattern": r"^[^.]+\..+$"},
             uniqueItems=True,
             title="Tables",
-            description="As schema.table, one a line; none for all tables of the pipeline.",
+            description="As schema.table, one per line; empty for all tables of the pipeline.",
         ),
         "rows": Param(
             "time",
             type="string",
             enum=["time", "key", "all"],
             values_display={
-                "time": "Rows of an interval of time",
+                "time": "Rows of a time interval",
                 "key": "Rows of a range of keys",
                 "all": "All rows",
             },
             title="Rows",
-            description="All rows are read again by each run: choose that for a single run, not for a backfill.",
+            description="With all rows, each run reads whole tables: use it for a single run, not for a backfill.",
         ),
         "time_column": Param(
             os.environ.get("AIRFLOW_CDC_TIME_COLUMN", "created_at"),
             type="string",
             minLength=1,
             title="Time column",
-            description="For an interval of time: a column of type timestamp or date that all the tables have. Without "
-            "a time zone it is taken as UTC. Rows without a value are in no interval.",
+            description="For a time interval: a timestamp or date column that all the tables have. Values without a "
+            "time zone are interpreted as UTC. Rows without a value are in no interval.",
         ),
         "from": Param(
             None,
             type=["null", "string"],
             format="date-time",
             title="From",
-            description="Where the interval of time begins. Empty for a backfill, each run of which has its own.",
+            description="Start of the time interval. Empty for a backfill, whose runs have their own intervals.",
         ),
         "to": Param(
             None,
             type=["null", "string"],
             format="date-time",
             title="To",
-            description="Where the interval of time ends; rows of this very moment are left out.",
+            description="End of the time interval, exclusive.",
         ),
         "key_from": Param(
             None,
             type=["null", "string"],
             title="First key",
-            description="For a range of keys: the key, or the first column of it, such as 1000; empty for all keys "
-            "before the last.",
+            description="For a range of keys: the first key, or its first column, such as 1000; empty for no lower "
+            "bound.",
         ),
         "key_to": Param(
             None,
             type=["null", "string"],
             title="End before key",
-            description="For a range of keys: the first key that is left out; empty for all keys from the first.",
+            description="For a range of keys: the end, exclusive; empty for no upper bound.",
         ),
     },
 ):
@@ -101,6 +100,6 @@ The Dag has to be active, not paused; it never runs by itself.
         time_column="{{ params.time_column }}",
         start="{{ (params['from'] if params.rows == 'time' else params.key_from) or '' }}",
         end="{{ (params['to'] if params.rows == 'time' else params.key_to) or '' }}",
-        # A stream that stands still must not hold a backfill for ever; Airflow tries again.
+        # A stream that hangs must not block a backfill forever; Airflow retries.
         execution_timeout=timedelta(hours=6),
     )

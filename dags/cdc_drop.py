@@ -1,4 +1,4 @@
-"""Removes a pipeline, once somebody has approved it."""
+"""Removes a pipeline after a user has approved it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ with DAG(
     max_active_runs=1,
     tags=["cdc", "postgres"],
     doc_md="""
-### End of a pipeline
+### Drop a pipeline
 
-Removes its slot, publication, state, the record in the sink and all staging; never target tables. Somebody has to
-approve it in the required actions, which say what is there. Stop the stream before.
+Removes the slot, the publication, the state, the commit record and everything staged; never target tables. Stop the
+stream first. A user must approve the run under required actions, which list what will be removed.
 """,
     params={
         **pipeline_param(),
         "approve": Param(
             True,
             type="boolean",
-            title="Ask before",
-            description="Switch it off only where the run is started by automation that has asked already.",
+            title="Ask for approval",
+            description="Switch off only if the automation that starts the run has already asked.",
         ),
     },
 ):

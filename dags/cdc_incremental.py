@@ -1,4 +1,4 @@
-"""Catches up with the source every five minutes, and ends."""
+"""Catches up with the source every five minutes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ with DAG(
     doc_md="""
 ### Postgres CDC, every five minutes
 
-Applies what the source has committed until the run began, and ends. The first run copies the tables; so do later ones
-with tables that the file has gained. While a run is under way no other begins, and none is made up for: each catches up
-with all there is. An event for each changed table lets other Dags run.
+Applies everything that the source committed before the run started, then ends. The first run copies the tables; later
+runs copy tables that were added to the file. Runs do not overlap. Missed runs are not repeated, because each run
+catches up completely. An event for each changed table can trigger other Dags.
 
-The schedule takes the form's defaults; `AIRFLOW_CDC_PIPELINE` in the environment of Dag processor and scheduler names
-another file. Between runs the slot keeps the source's log.
+Scheduled runs use the form's defaults. To use another file, set `AIRFLOW_CDC_PIPELINE` in the environment of the Dag
+processor and the scheduler. Between runs, the slot retains the source's log.
 """,
     params={**pipeline_param(), "groups": stream_params()["groups"]},
 ):

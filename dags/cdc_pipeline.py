@@ -19,7 +19,7 @@ PIPELINE = "{{ params.pipeline }}"
 
 
 def skip_without_slot(context: Context) -> None:
-    """Skip a task that watches the slot where the pipeline reads topics of Kafka."""
+    """Skip the task if the pipeline reads Kafka topics, which have no slot."""
     if "restart_lsn" not in context["ti"].xcom_pull(task_ids="provision"):
         raise AirflowSkipException("The pipeline reads topics: there is no slot.")
 
@@ -34,17 +34,17 @@ with DAG(
     doc_md="""
 ### Postgres CDC pipeline
 
-Copies the tables of a pipeline file into the sink and applies the changes made meanwhile, each exactly once.
+Copies the tables of a pipeline file into the sink and applies the changes made meanwhile, exactly once.
 
-* **preflight** checks servers, privileges and tables, and changes nothing.
-* **provision** makes publication and replication slot, or verifies those that exist, and plans the copy.
-* **plan** divides the chunks that are not copied yet into groups; **snapshot** copies each group in a Spark job.
-* **stream** applies the changes until it has caught up, is stopped, or has reached an LSN.
-* **slot_progress** waits until the slot releases WAL on the source; it is skipped if nothing moves for ten minutes,
-  and where the pipeline reads topics of Kafka, which have no slot.
+* **preflight** checks servers, privileges and tables without changing anything.
+* **provision** creates or verifies publication and replication slot, and plans the copy.
+* **plan** divides the remaining chunks into groups; **snapshot** copies each group in a Spark job.
+* **stream** applies the changes until it has caught up, reaches an LSN, or is stopped.
+* **slot_progress** waits until the slot releases WAL on the source. It is skipped if nothing moves for ten minutes, or
+  if the pipeline reads Kafka topics, which have no slot.
 * **verify** compares source and sink row by row.
 
-Trigger it again to catch up: what was copied is not copied again. Needs a Spark connection `spark_default`.
+Trigger the Dag again to catch up; tables are not copied twice. It needs a Spark connection `spark_default`.
 """,
     params={**pipeline_param(), **stream_params()},
 ):

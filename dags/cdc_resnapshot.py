@@ -1,4 +1,4 @@
-"""Reads tables again: some of them or some of their rows beside the stream, or all of them with a new slot."""
+"""Reads tables or some of their rows again while the stream runs, or all tables with a new slot."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ with DAG(
     tags=["cdc", "postgres", "spark"],
     default_args={"retries": 2, "retry_delay": timedelta(seconds=30)},
     doc_md="""
-### Tables read again
+### Read tables again
 
-* **Tables**, whole or as far as a condition says: the running stream reads them between two units, or the task itself
-  where none runs. This is also how a table joins that the pipeline file has gained.
-* **Everything**: the repair for a lost slot. Publication and slot are made anew, and all tables are copied by Spark
-  jobs; each is replaced in one transaction. Somebody has to approve it in the required actions. Stop the stream before;
-  start it again (`cdc_pipeline`) afterwards.
+* **Tables**, whole or only rows that match a condition. A running stream reads them between two units; without a
+  stream, the task reads them. Use this also to add a table after you have added it to the pipeline file.
+* **Everything**: the repair for a lost slot. Recreates publication and slot. Spark jobs copy all tables; each is
+  replaced in one transaction. A user must approve it under required actions. Stop the stream first, and start it again
+  (`cdc_pipeline`) afterwards.
 """,
     params={
         **pipeline_param(),
@@ -35,7 +35,7 @@ with DAG(
             False,
             type="boolean",
             title="Everything, with a new slot",
-            description="The repair for a lost slot; the fields below are not looked at.",
+            description="The repair for a lost slot. Ignores tables and condition.",
         ),
         "tables": Param(
             [],
@@ -43,19 +43,19 @@ with DAG(
             items={"type": "string", "pattern": r"^[^.]+\..+$"},
             uniqueItems=True,
             title="Tables",
-            description="As schema.table, one a line; none for all tables of the pipeline, one after the other.",
+            description="As schema.table, one per line; empty for all tables of the pipeline, one after the other.",
         ),
         "where": Param(
             None,
             type=["null", "string"],
             title="Condition",
-            description="An SQL condition such as id < 1000: only rows that match it on either side are read again.",
+            description="An SQL condition such as id < 1000. Only rows that match it on either side are read again.",
         ),
         "approve": Param(
             True,
             type="boolean",
-            title="Ask before everything is read again",
-            description="Switch it off only where the run is started by automation that has asked already.",
+            title="Ask for approval to read everything again",
+            description="Switch off only if the automation that starts the run has already asked.",
         ),
         "groups": Param(
             2,
@@ -63,14 +63,14 @@ with DAG(
             minimum=1,
             maximum=32,
             title="Snapshot groups",
-            description="How many Spark jobs copy at the same time, at most, when everything is read again.",
+            description="Maximum number of Spark jobs that copy at the same time when everything is read again.",
         ),
     },
 ):
 
     @task.branch
     def choose(everything: str) -> str:
-        """Which of the two is asked for."""
+        """Return the task to run: re-read tables, or everything after approval."""
         return "approve" if everything == "True" else "resnapshot"
 
     resnapshot = CdcResnapshotOperator(

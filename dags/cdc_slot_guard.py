@@ -1,4 +1,4 @@
-"""Looks at all replication slots of a server every minute, so that none fills its disk."""
+"""Checks all replication slots of a server every minute, so that none fills the disk."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ with DAG(
     schedule="* * * * *",
     catchup=False,
     max_active_runs=1,
-    # It needs a connection: unpause it when that is there.
+    # Unpause it when its connection exists.
     is_paused_upon_creation=True,
     dagrun_timeout=timedelta(minutes=5),
     tags=["cdc", "postgres"],
     doc_md="""
-### Guard of replication slots
+### Guard replication slots
 
-Looks once a minute at all slots of a server, whoever made them, and fails when one is **lost**, about to be lost,
-**beyond its budget**, or **read by nobody** for too long; so a callback for failures is an alert. Warnings name the
-slots at four fifths of the budget, and the sessions and prepared transactions that have been open for long and hold
-slots back. The findings, each with what to do, are the task's result.
+Checks all slots of a server once a minute, also slots of other tools. The task fails if a slot is **lost**, about to be
+lost, **beyond its budget**, or **without a reader** for too long; use a failure callback as an alert. Warnings name
+slots at 80 % of the budget, and long sessions and prepared transactions that hold slots back. The task returns all
+findings with their remedies.
 
-To be told of warnings too, copy this Dag and give the operator `on_findings`, a function or a notifier.
+To be notified of warnings too, copy this Dag and set `on_findings` of the operator to a function or a notifier.
 
-The **circuit breaker** is off. Give *Drop slots beyond* a size, and slots that retain more are dropped: their pipelines
-have to read all tables again, but the source's disk does not fill, and the source does not stop.
+The **circuit breaker** is off. If you set *Drop slots beyond* to a size, slots that retain more are dropped. Their
+pipelines then have to read all tables again, but the source's disk does not fill up.
 """,
     params={
         "conn_id": Param(
@@ -39,7 +39,7 @@ have to read all tables again, but the source's disk does not fill, and the sour
             type="string",
             minLength=1,
             title="Connection",
-            description="Of type Postgres CDC or Postgres. Only members of pg_monitor see all transactions.",
+            description="Type Postgres CDC or Postgres. Only members of pg_monitor see all transactions.",
         ),
         "budget": Param(
             "10GiB",
@@ -47,29 +47,29 @@ have to read all tables again, but the source's disk does not fill, and the sour
             pattern=SIZE,
             examples=["1GiB", "10GiB", "100GiB"],
             title="Budget of a slot",
-            description="WAL that a slot may keep, such as 10GiB. From four fifths on there is a warning.",
+            description="WAL that a slot may retain, such as 10GiB. A warning is given at 80 %.",
         ),
         "dead_minutes": Param(
             60,
             type="integer",
             minimum=1,
             title="Dead after, in minutes",
-            description="How long a slot may be without a reader. Longer than the time between two scheduled streams.",
+            description="Minutes that a slot may have no reader. Use more than the time between two scheduled streams.",
         ),
         "transaction_minutes": Param(
             15,
             type="integer",
             minimum=1,
             title="Long transactions, in minutes",
-            description="From which age on a transaction is named, as no slot passes the oldest one.",
+            description="Minutes after which an open transaction is reported, because no slot can advance past it.",
         ),
         "drop_beyond": Param(
             None,
             type=["null", "string"],
             pattern=SIZE,
             title="Drop slots beyond",
-            description_md="**Dangerous.** Slots that retain more WAL than this are dropped, and what they have not "
-            "delivered is lost to their pipelines: run `airflow-cdc resnapshot --all` for each. Empty: none are.",
+            description_md="**Dangerous.** Slots that retain more WAL than this are dropped, and their pipelines lose "
+            "all changes not delivered: run `airflow-cdc resnapshot --all` for each. Empty: drop none.",
         ),
         "drop": Param(
             "inactive",
@@ -77,7 +77,7 @@ have to read all tables again, but the source's disk does not fill, and the sour
             enum=["inactive", "all"],
             values_display={"inactive": "only slots without a reader", "all": "also slots that are being read"},
             title="Which slots to drop",
-            description_md="Also a slot that is being read can fall behind. **Its reader is disconnected.**",
+            description_md="A slot that is being read can fall behind too. **Its reader is disconnected.**",
         ),
     },
 ):

@@ -19,11 +19,11 @@ with DAG(
     tags=["cdc", "postgres"],
     default_args={"retries": 2, "retry_delay": timedelta(minutes=5)},
     doc_md="""
-### Comparison of source and sink
+### Compare source and sink
 
-Compares every row of a pipeline's tables, also beside a running stream, and fails with the first differences if there
-are any; `cdc_backfill` and `cdc_resnapshot` repair them. Both servers read all tables once, and the task holds its
-worker as long as that takes.
+Compares every row of a pipeline's tables, also while the stream runs. If rows differ, the task fails and shows the
+first differences; repair them with `cdc_backfill` or `cdc_resnapshot`. Both servers read all tables once, and the task
+occupies its worker during that time.
 """,
     params=pipeline_param(),
 ):

@@ -1,1 +1,1 @@
-"""The demos: pipelines at work on real servers in a real Airflow, and what they made compared."""
+"""The demos: pipelines that run on real servers in a real Airflow, with a comparison of source and target."""

@@ -1,9 +1,8 @@
 """The demos: ``python -m demo [--pipeline NAME]``.
 
-Each starts its servers and a real Airflow, writes to the source, runs the Dag
-``cdc_pipeline`` by Airflow's REST API, and compares source and target in the end:
-:mod:`.tables` copies a Postgres shop to any kind of store, :mod:`.topics` makes
-windows of events in Kafka. Everything that is started ends with the demo.
+Each demo starts its servers and a real Airflow, writes to the source, runs the Dag ``cdc_pipeline`` through Airflow's
+REST API, and finally compares source and target. :mod:`.tables` copies a Postgres shop to any kind of store,
+:mod:`.topics` builds windows of events in Kafka. Everything that a demo starts ends with it.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ TOPICS = ("kafka-to-mysql", "kafka-to-kafka")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a demo; 0 if it succeeded."""
+    """Run a demo, and return 0 if it succeeded."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.sink and options.pipeline != SHOP:
-        parser.error(f"--sink is for the shop: what {options.pipeline} writes to is in its name")
-    # Whatever ends us, the processes that we started are to be stopped in order.
+        parser.error(f"--sink applies only to the shop; the name {options.pipeline} includes the kind of sink")
+    # Whatever signal ends this process, stop the started processes in order.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     screen = Screen(sys.stdout)
@@ -46,24 +45,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CdcError as error:
         screen.tell_failure(error)
     except KeyboardInterrupt:
-        screen.say("Interrupted; everything is stopped.")
+        screen.say("Interrupted. Everything has been stopped.")
     return 1
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m demo", description="Shows pipelines at work, and compares what they made."
+        prog="python -m demo", description="Run pipelines on real servers, and compare source and target."
     )
     parser.add_argument(
         "--pipeline",
         choices=(SHOP, *TOPICS),
         default=SHOP,
-        help="copy a Postgres shop (shop, the default), or make windows of events in Kafka",
+        help="copy a Postgres shop (shop, the default), or build windows of events in Kafka",
     )
-    parser.add_argument("--sink", choices=WAREHOUSES, help="kind of store that the shop is copied to, or postgres")
+    parser.add_argument("--sink", choices=WAREHOUSES, help="kind of store to copy the shop to (default: postgres)")
     parser.add_argument("--keep", action="store_true", help="leave everything running at the end, until Ctrl-C")
     parser.add_argument(
-        "--directory", type=Path, metavar="DIR", help="work in this new or empty directory, and leave it behind"
+        "--directory", type=Path, metavar="DIR", help="work in this new or empty directory, and keep it"
     )
     return parser
 
@@ -71,13 +70,13 @@ def _parser() -> argparse.ArgumentParser:
 def _demo(options: argparse.Namespace) -> Begin:
     if options.pipeline == SHOP:
         return partial(tables.begin, sink=options.sink or "postgres")
-    from demo import topic_cases, topics  # late: only these demos need Kafka's client
+    from demo import topic_cases, topics  # imported late, because only these demos need Kafka's client
 
     return partial(topics.begin, case=topic_cases.CASES[options.pipeline])
 
 
 def demonstrate(directory: Path, screen: Screen, begin: Begin, keep: bool) -> int:
-    """Start everything, run the Dag, judge the result, stop everything."""
+    """Start everything, run the Dag, check the result, and stop everything."""
     with ExitStack() as started:
         run = begin(started, directory, screen)
         try:
@@ -93,9 +92,9 @@ def demonstrate(directory: Path, screen: Screen, begin: Begin, keep: bool) -> in
 
 
 def keep_running(run: DagRun[Any]) -> None:
-    """Leave everything up until the user has seen enough."""
+    """Leave everything running until the user interrupts it."""
     servers = f"source   {run.source}\ntarget   {run.pipeline.sink.place}"
-    run.screen.print(f"\nAirflow  {run.airflow.base_url}\n{servers}\n\nAll of it runs until you press Ctrl-C.")
+    run.screen.print(f"\nAirflow  {run.airflow.base_url}\n{servers}\n\nEverything runs until you press Ctrl-C.")
     with suppress(KeyboardInterrupt):
         signal.pause()
 

@@ -31,9 +31,9 @@ M = TypeVar("M", bound=Moment)
 
 
 class DagRun(ABC, Generic[M]):
-    """A run of the Dag with a stream that goes on until it is asked to stop; each kind of demo has its own.
+    """A run of the Dag whose stream runs until it is asked to stop; each kind of demo has a subclass.
 
-    It is triggered at once.
+    The constructor triggers the run.
     """
 
     def __init__(self, stage: Stage, screen: Screen) -> None:
@@ -42,23 +42,23 @@ class DagRun(ABC, Generic[M]):
         self.screen = screen
         conf = {"pipeline": str(stage.file), "until": "forever", "groups": GROUPS}
         self._id = self.airflow.client.trigger(DAG, conf)
-        screen.say(f"The Dag {DAG} is triggered: preflight, provision, plan, snapshot, stream, verify.")
+        screen.say(f"Triggered the Dag {DAG}: preflight, provision, plan, snapshot, stream, verify.")
 
     @property
     @abstractmethod
     def source(self) -> str:
-        """Where the source is, for people."""
+        """Return the address of the source, for display."""
 
     @abstractmethod
     def perform(self) -> bool:
-        """Follow the run to its end, and judge it; whether all is as it should be."""
+        """Follow the run to its end, check the result, and return whether everything is right."""
 
     @abstractmethod
     def moment(self, status: Mapping[str, Any], run: str, tasks: Sequence[TaskState]) -> M:
-        """What a look sees, with what is of this kind of demo."""
+        """Return what one look at the pipeline saw, including the facts of this kind of demo."""
 
     def look(self) -> M:
-        """See where everything is, and show it."""
+        """Read the current state of everything, and show it."""
         client = self.airflow.client
         status = commands.status(self.pipeline)
         moment = self.moment(status, client.run_state(DAG, self._id), client.task_states(DAG, self._id))
@@ -66,9 +66,9 @@ class DagRun(ABC, Generic[M]):
         return moment
 
     def until(self, what: str, holds: Callable[[M], bool]) -> list[M]:
-        """Look until something holds; what was seen meanwhile, of which the last has it.
+        """Look repeatedly until a condition holds, and return all moments seen; the last one fulfills the condition.
 
-        :raises DemoFailed: when the run ends before, or time is up.
+        :raises DemoFailed: if the run ends before, or time is up.
         """
         seen: list[M] = []
         reached = False
@@ -83,38 +83,40 @@ class DagRun(ABC, Generic[M]):
         if reached:
             return seen
         why = f"the Dag run ended as {seen[-1].run}" if in_time else f"{STEP_SECONDS:.0f} seconds have passed"
-        raise DemoFailed(f"Waiting for {what}: {why}.", self.explain())
+        raise DemoFailed(f"Stopped waiting for {what} because {why}.", self.explain())
 
     def some_time(self, seconds: float) -> list[M]:
-        """Look for so long; what was seen."""
+        """Look repeatedly for some seconds, and return all moments seen."""
         end = self.screen.seconds + seconds
-        return self.until("some time live", lambda moment: self.screen.seconds >= end)
+        return self.until("some seconds of the live stream", lambda moment: self.screen.seconds >= end)
 
     def stop(self) -> M:
-        """Ask the stream to stop, and await the end of the run."""
-        # A stream that Airflow is about to start again is asked once it lives.
-        self.until("the stream to listen", lambda moment: bool(commands.stop(self.pipeline)["asked"]))
-        self.screen.say("The stream is asked to stop; the run goes on to verify.")
+        """Ask the stream to stop, and wait for the end of the run."""
+        # If Airflow is about to restart the stream, this repeats until the stream runs and can be asked.
+        self.until(
+            "the stream to accept the request to stop", lambda moment: bool(commands.stop(self.pipeline)["asked"])
+        )
+        self.screen.say("Asked the stream to stop; the run continues with verify.")
         *_, end = self.until("the end of the run", lambda moment: moment.run in FINAL_STATES)
-        self.screen.say(f"The Dag run ended as {end.run}. Every row is compared once more.")
+        self.screen.say(f"The Dag run ended as {end.run}. Comparing every row once more.")
         return end
 
     def verify(self) -> dict[str, Any]:
-        """What ``airflow-cdc verify`` returns; what its Spark has to say goes to a file."""
+        """Return the result of ``airflow-cdc verify``; the output of its Spark goes to a file."""
         with _errors_to(self.airflow.home.with_name("verify.log")):
             return commands.verify(self.pipeline)
 
     def jobs(self) -> dict[str, Mapping[str, Any]]:
-        """Progress of the run's Spark jobs by the part that they had in it."""
+        """Return the progress of the run's Spark jobs by their part."""
         state = State(self.pipeline.state)
-        # The heartbeats of the snapshot are forgotten when the stream begins.
+        # The stream removes the heartbeats of the snapshot when it starts.
         ended = {job.part: job.result for job in read_all(state) if job.result is not None}
         return {**ended, **{beat.part: beat.progress for beat in read_heartbeats(state)}}
 
     def conclude(self, summary: str, problems: Sequence[str], equal: str) -> bool:
-        """Print what the run came to, and tell whether it is as it should be.
+        """Print the result of the run, and return whether it has no problems.
 
-        :param equal: what to say if there are no problems.
+        :param equal: text to print if there are no problems.
         """
         self.screen.print(f"\n{summary}\n")
         for problem in problems:
@@ -123,7 +125,7 @@ class DagRun(ABC, Generic[M]):
         return not problems
 
     def explain(self) -> str:
-        """What the engine and the tasks that failed have to say."""
+        """Return the last error of the engine, and the logs of failed tasks."""
         error = commands.status(self.pipeline)["last_error"]
         logs = self.airflow.client.failures(DAG, self._id).splitlines()
         said = [f"{error['message']}. {error['solution']}"] if error else []
@@ -132,7 +134,7 @@ class DagRun(ABC, Generic[M]):
 
 @contextmanager
 def _errors_to(file: Path) -> Iterator[None]:
-    """Have a file get what this process, and those that it starts meanwhile, write to standard error."""
+    """Redirect standard error of this process, and of those that it starts meanwhile, to a file."""
     before = os.dup(_STANDARD_ERROR)
     with file.open("ab") as log:
         os.dup2(log.fileno(), _STANDARD_ERROR)
@@ -144,7 +146,7 @@ def _errors_to(file: Path) -> Iterator[None]:
 
 
 def verification_problems(verified: Mapping[str, Any]) -> list[str]:
-    """What a result of ``airflow-cdc verify`` has against a copy."""
+    """Return the problems in a result of ``airflow-cdc verify``."""
     different = [table["table"] for table in verified["tables"] if not table["equal"]]
     found = [f"source and target differ in {', '.join(different)}"] if different else []
     if not verified["tables"] or verified["not_compared"]:

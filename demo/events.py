@@ -1,7 +1,7 @@
-"""Events for topics of Kafka: a producer that writes them in transactions, and what windows of them have to hold.
+"""Events for Kafka topics: a producer that writes them in transactions, and the windows that are expected of them.
 
-What is expected is reckoned from the topic itself, by a plain consumer of what is
-committed and by plain Python, so that it owes nothing to the engine or to Spark.
+The expected windows are computed from the topic by a plain consumer of committed messages and by plain Python,
+independently of the engine and of Spark.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from airflow_cdc_provider.engine.core.errors import CdcError
 SECONDS = 60.0
 
 TRANSACTIONS_PER_SECOND = 4
-ABORTED = 10  # of so many transactions one is aborted
-UNORDERED = timedelta(milliseconds=500)  # by which an event may come behind a later one
+ABORTED = 10  # one in so many transactions is aborted
+UNORDERED = timedelta(milliseconds=500)  # by how much an event may arrive after a later one
 
 
 class Message(NamedTuple):
-    """One for a topic."""
+    """A message for a topic."""
 
     key: str | None
     value: bytes
 
 
 class Event(NamedTuple):
-    """What a window sums up."""
+    """An event that is summed up in a window."""
 
     key: str
     at: datetime
@@ -48,23 +48,23 @@ _EPOCH = datetime.fromtimestamp(0, UTC)
 
 Draw: TypeAlias = Callable[[Random, datetime], Message]
 Rows: TypeAlias = Counter[tuple[str, datetime, int]]
-"""Windows: whose, from when on, and how much. Each should be there once."""
+"""Windows, each with key, start and sum; each should exist once."""
 
 
 class ProducerFailed(CdcError):
-    """The producer could not go on."""
+    """The producer failed."""
 
 
 class EventProducer:
-    """Writes events at a steady rate in transactions, of which some are aborted, in a thread of its own.
+    """Writes events at a steady rate in transactions, some of which it aborts, in its own thread.
 
     Use it as a context manager, or ``start`` and ``stop``.
 
-    :param draw: what makes up a message of a time.
-    :param rate: messages a second.
-    :ivar messages: written so far, those of aborted transactions too.
-    :ivar transactions: that have ended.
-    :ivar aborted: of these.
+    :param draw: draws a message for a given time.
+    :param rate: messages per second.
+    :ivar messages: messages written so far, including those of aborted transactions.
+    :ivar transactions: transactions that have ended.
+    :ivar aborted: transactions that were aborted.
     """
 
     def __init__(self, brokers: str, topic: str, draw: Draw, rate: int, seed: int = 1) -> None:
@@ -80,27 +80,27 @@ class EventProducer:
 
     @property
     def account(self) -> str:
-        """What it has done so far, in words."""
+        """Return a summary of what the producer has written so far."""
         return (
             f"{self.messages:,} messages in {self.transactions:,} transactions, of which {self.aborted:,} were aborted"
         )
 
     def start(self) -> None:
-        """Begin to write; returns at once."""
+        """Start writing in the background."""
         self._producer.init_transactions(SECONDS)
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the transaction under way.
+        """Stop after the current transaction.
 
-        :raises ProducerFailed: when it has ended before.
+        :raises ProducerFailed: if the producer failed before.
         """
         self._halt.set()
         self._thread.join()
         if self._failure is not None:
             raise ProducerFailed(
-                f"The producer of topic {self._topic} ended after {self.messages} messages: {self._failure}.",
-                "Look into the log of the broker.",
+                f"The producer of topic {self._topic} failed after {self.messages} messages: {self._failure}.",
+                "Check the log of the broker.",
             ) from self._failure
 
     def send(self, *messages: Message, commit: bool = True) -> None:
@@ -112,7 +112,7 @@ class EventProducer:
         if commit:
             self._producer.commit_transaction()
         else:
-            self._producer.flush(SECONDS)  # what is not with the broker yet would not have to be left out there
+            self._producer.flush(SECONDS)  # messages that have not reached the broker would not exercise the abort
             self._producer.abort_transaction()
             self.aborted += 1
         self.transactions += 1
@@ -138,20 +138,20 @@ class EventProducer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Its failure must not hide the error that ends the block.
+        # A failure here must not hide the error that ends the block.
         with suppress(*(() if kind is None else (ProducerFailed,))):
             self.stop()
 
 
 def written(at: datetime) -> str:
-    """A time as events have it."""
+    """Return a time in the format of events."""
     return at.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def windows(events: Iterable[Event], width: timedelta, until: datetime | None = None) -> Rows:
-    """What tumbling windows of events have to hold.
+    """Return the tumbling windows that events should yield.
 
-    :param until: leave out windows that end later.
+    :param until: leave out windows that end after this time.
     """
     sums: Counter[tuple[str, datetime]] = Counter()
     for event in events:
@@ -160,16 +160,17 @@ def windows(events: Iterable[Event], width: timedelta, until: datetime | None = 
 
 
 def make_topics(brokers: str, topics: Mapping[str, int]) -> None:
-    """Create topics of so many partitions."""
-    client = AdminClient(_client(brokers))  # which has to live until the topics do
+    """Create topics with the given numbers of partitions."""
+    client = AdminClient(_client(brokers))  # keep it alive until the topics exist
     for made in client.create_topics([NewTopic(name, partitions, 1) for name, partitions in topics.items()]).values():
         made.result(SECONDS)
 
 
 def ends(brokers: str, topic: str) -> dict[str, int]:
-    """The offsets behind the last messages of a topic's partitions, whether or not their transactions have ended.
+    """Return the offsets after the last messages of a topic's partitions, including those of open transactions.
 
-    Who reads what is committed gets there only when they have: a moment after the producer was told so.
+    A consumer of committed messages reaches them only after their transactions have ended on the broker, which is a
+    moment after the producer gets its answer.
     """
     with closing(_consumer(brokers, "read_uncommitted")) as consumer:
         places = _partitions(consumer, topic)
@@ -177,7 +178,7 @@ def ends(brokers: str, topic: str) -> dict[str, int]:
 
 
 def read_committed(brokers: str, topic: str) -> Iterator[bytes]:
-    """The values of all messages of a topic, but those of transactions that were aborted."""
+    """Yield the values of all messages of a topic, except those of aborted transactions."""
     with closing(_consumer(brokers, "read_committed")) as consumer:
         places = _partitions(consumer, topic)
         consumer.assign(places)
@@ -185,7 +186,7 @@ def read_committed(brokers: str, topic: str) -> Iterator[bytes]:
         while left:
             message = consumer.poll(SECONDS)
             if message is None:
-                raise ProducerFailed(f"Topic {topic} does not come to its end.", "Look into the log of the broker.")
+                raise ProducerFailed(f"The end of topic {topic} was not reached.", "Check the log of the broker.")
             error = message.error()
             if error is None:
                 yield message.value() or b""
@@ -196,7 +197,7 @@ def read_committed(brokers: str, topic: str) -> Iterator[bytes]:
 
 
 def parsed(value: bytes) -> dict[str, Any]:
-    """The object that a message is in JSON; an empty one if it is something else."""
+    """Return the JSON object in a message, or an empty one if it holds something else."""
     with suppress(ValueError):
         found = json.loads(value)
         if isinstance(found, dict):

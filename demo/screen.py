@@ -1,4 +1,4 @@
-"""What the demos print: lines that stay, one line of progress, and the table at the end."""
+"""The output of the demos: permanent lines, one line of progress, and the table at the end."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from local_servers.airflow_client import TaskState
 
 QUIET_SECONDS = 10.0
 
-# What a task is in while it has work before it, and what to call that; the others have not begun or are over.
+# States of tasks that have work left, and how to display them. All other tasks have not started, or are over.
 BUSY_STATES: Mapping[str | None, str] = {
     "scheduled": " (queued)",
     "queued": " (queued)",
     "running": "",
-    # It waits in the triggerer, for a Spark job for one.
+    # The task waits in the triggerer, for example for a Spark job.
     "deferred": "",
-    # A sensor waits between two looks.
+    # A sensor waits between two checks.
     "up_for_reschedule": "",
-    "up_for_retry": " (to be tried again)",
+    "up_for_retry": " (waiting for a retry)",
 }
 
 
 @dataclass(frozen=True)
 class Moment(ABC):
-    """What one look at the pipeline saw.
+    """The state of the pipeline that one look saw.
 
-    :param status: of the pipeline, as ``airflow-cdc status`` has it.
+    :param status: status of the pipeline, as ``airflow-cdc status`` returns it.
     :param run: state of the Dag run.
     """
 
@@ -45,28 +45,28 @@ class Moment(ABC):
     @property
     @abstractmethod
     def line(self) -> str:
-        """What is at work, and how far it is."""
+        """Return a line with the running tasks and their progress."""
 
     @property
     def applied(self) -> LogPosition:
-        """The position that is durable in the sink, 0 before there is one."""
+        """Return the position that is durable in the sink, or 0 if there is none yet."""
         return parse_lsn(self.status["applied_lsn"] or "0/0")
 
     @property
     def busy(self) -> set[str]:
-        """The tasks at work."""
+        """Return the ids of the tasks that have work left."""
         return {task["task_id"] for task in self.tasks if task["state"] in BUSY_STATES}
 
     @property
     def activity(self) -> str:
-        """The tasks at work in words, those of a mapped one counted; the run's state when there are none."""
+        """Return the tasks that have work left, as text with counts of mapped ones, or else the run's state."""
         names = [task["task_id"] + BUSY_STATES[task["state"]] for task in self.tasks if task["state"] in BUSY_STATES]
         working = ", ".join(name if count == 1 else f"{name} ×{count}" for name, count in Counter(names).items())
         return working or f"Dag run {self.run}"
 
     @property
     def ending(self) -> str:
-        """How the run went, in words."""
+        """Return a summary of the run's end."""
         tries = [
             f"{task['task_id']} needed {task['try_number']} tries" for task in self.tasks if task["try_number"] > 1
         ]
@@ -74,7 +74,7 @@ class Moment(ABC):
 
 
 class Screen:
-    """Prints with the time since the start; progress is rewritten in place where a terminal can do that."""
+    """Prints lines with the time since the start; on a terminal, it rewrites the progress line in place."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -84,24 +84,24 @@ class Screen:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the start."""
+        """Return the seconds since the start."""
         return time.monotonic() - self._started
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
         self.print(f"{clock(self.seconds)}  {text}")
 
     def tell_failure(self, error: CdcError) -> None:
-        """Print what went wrong and what to do about it."""
+        """Print an error and its remedy."""
         self.say(f"FAILED. {error.message}\n{error.solution}")
 
     def print(self, text: str) -> None:
-        """Print text as it is, in the place of a line of progress."""
+        """Print text as it is, in place of the progress line."""
         self._out.write(f"{self._erase}{text}\n")
         self._out.flush()
 
     def show(self, moment: Moment) -> None:
-        """Show progress: always on a terminal, elsewhere when other tasks are at work, and now and then."""
+        """Show progress: always on a terminal, otherwise when the running tasks change, and every few seconds."""
         line = f"{clock(self.seconds)}    {moment.line}"
         if self._terminal:
             width = shutil.get_terminal_size().columns - 1
@@ -118,9 +118,9 @@ class Screen:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How many rows there should be, and how many there are.
+    """Expected and actual numbers of rows.
 
-    :param name: of what was compared.
+    :param name: name of what was compared.
     """
 
     name: str
@@ -130,24 +130,24 @@ class Comparison:
 
 
 def comparison_table(columns: tuple[str, str, str], compared: Iterable[Comparison]) -> str:
-    """A line for each comparison.
+    """Return a table with a line per comparison.
 
-    :param columns: what names and the two numbers are.
+    :param columns: headings of the name and the two numbers.
     """
     body = [[each.name, f"{each.expected:,}", f"{each.found:,}", "yes" if each.equal else "NO"] for each in compared]
     return text_table([*columns, "equal"], body)
 
 
 def facts(found: Iterable[tuple[str, str]]) -> str:
-    """Lines of what was found out, by name."""
+    """Return a line per fact, with its name first."""
     return "\n".join(f"{name:<12}{text}" for name, text in found)
 
 
 def clock(seconds: float) -> str:
-    """Minutes and seconds, for example ``2:05``."""
+    """Return minutes and seconds, for example ``2:05``."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
 def rate(count: int, seconds: float) -> str:
-    """So many a second."""
+    """Return a rate per second as text."""
     return f"{round(count / seconds):,}" if seconds > 0 else "0"

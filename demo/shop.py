@@ -1,10 +1,9 @@
-"""The demo's source: a shop whose tables hold what is hard about change data capture.
+"""The demo's source: a shop whose tables contain the hard cases of change data capture.
 
-Four tables with four kinds of keys (bigint, uuid, composite, text), values that
-are awkward as text (numeric, timestamptz, jsonb, arrays, quotes, NULLs) and
-bodies that Postgres stores out of line (TOAST), so that updates do not send
-them. :func:`load` fills them on the server; :class:`Writers` changes them, as
-customers would, for as long as a snapshot and a stream are at work.
+There are four tables with four kinds of keys (bigint, uuid, composite, text). They contain values whose text form is
+difficult (numeric, timestamptz, jsonb, arrays, quotes, NULLs) and bodies that Postgres stores out of line (TOAST), so
+that updates do not send them. :func:`load` fills the tables on the server. :class:`Writers` changes them, as customers
+would, during the snapshot and the stream.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ TABLES = ("customers", "orders", "order_lines", "events")
 TABLE_NAMES = tuple(f"shop.{table}" for table in TABLES)
 
 
-# Rows at scale 1: a million together.
+# Rows at scale 1: one million in total.
 CUSTOMERS, ORDERS, LINES_PER_ORDER, EVENTS = 100_000, 250_000, 2, 150_000
 
 
-# Every so many events one has a body that is stored out of line.
+# One in so many events has a body that is stored out of line.
 TOASTED_EVERY = 50
 
 
@@ -66,7 +65,7 @@ CREATE TABLE IF NOT EXISTS shop.events (
 """
 
 
-# Values follow from the row's number, so that every load gives the same rows.
+# Values depend on the row's number, so every load yields the same rows.
 LOADS = (
     """
     INSERT INTO shop.customers
@@ -104,13 +103,13 @@ LOADS = (
 
 
 def create_schema(connection: psycopg.Connection[Any]) -> None:
-    """Create the shop's empty tables where they do not exist, and commit."""
+    """Create the shop's tables if they do not exist, and commit."""
     connection.execute(SCHEMA)
     connection.commit()
 
 
 def load(dsn: str, scale: float = 1.0) -> int:
-    """Fill the empty tables, two at a time on the server; the number of rows."""
+    """Fill the empty tables, two at a time on the server, and return the number of rows."""
     sizes = {
         "customers": max(1, round(CUSTOMERS * scale)),
         "orders": max(1, round(ORDERS * scale)),
@@ -119,7 +118,7 @@ def load(dsn: str, scale: float = 1.0) -> int:
         "toasted_every": TOASTED_EVERY,
     }
     with ThreadPoolExecutor(max_workers=2) as pool:
-        # The longest first, so that both connections end at about the same time.
+        # Longest first, so that both connections end at about the same time.
         loads = pool.map(lambda statement: _execute(dsn, statement.format(**sizes)), reversed(LOADS))
         rows = sum(loads)
     _execute(dsn, "ANALYZE " + ", ".join(TABLE_NAMES))
@@ -175,7 +174,7 @@ STATEMENTS: Mapping[str, str] = {
 }
 
 
-# What customers and staff do, as statements of one transaction, and how often among a hundred.
+# What customers and staff do, as the statements of one transaction, each with its frequency in percent.
 TRANSACTIONS: tuple[tuple[int, tuple[str, ...]], ...] = (
     (14, ("insert order", "insert line", "charge")),
     (12, ("insert order", "insert line", "next line", "insert line", "charge", "edit profile")),

@@ -1,4 +1,4 @@
-"""Processes that change a shop as customers and clerks do, at a pace."""
+"""Processes that change a shop at a given pace, as customers and clerks do."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from demo.shop import STATEMENTS, TOASTED_EVERY, TRANSACTIONS
 
 
 class WritersFailed(CdcError):
-    """The writers could not go on."""
+    """The writers failed."""
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The highest numbers in the tables when a writer begins."""
+    """The highest numbers in the tables when a writer starts."""
 
     customers: int
     orders: int
@@ -48,19 +48,19 @@ class _Sizes:
 
 
 class _Writer:
-    """One connection's share of the work; its choices follow from the seed."""
+    """One connection's share of the work; the seed determines its choices."""
 
     def __init__(self, connection: psycopg.Connection[Any], sizes: _Sizes, seed: int, index: int, writers: int) -> None:
         self._connection = connection
         self._sizes = sizes
         self._random = random.Random(seed * 1000 + index)
         self._label = f"~{seed}.{index}"
-        # Writers count in steps of their number, each from a start of its own, so new keys never meet.
+        # Each writer starts at its own index and counts in steps of the number of writers, so new keys never collide.
         self._new = max(sizes.customers, sizes.orders) + index
         self._step = writers
 
     def transact(self) -> bool:
-        """Run one transaction; whether it was committed rather than lost to a conflict."""
+        """Run one transaction, and return whether it was committed; a conflict may abort it."""
         chosen = self._random.choices(TRANSACTIONS, weights=[weight for weight, _ in TRANSACTIONS])[0][1]
         values = self._draw()
         try:
@@ -80,7 +80,7 @@ class _Writer:
             self._connection.execute(STATEMENTS[step], values)
 
     def _draw(self) -> dict[str, Any]:
-        """The values of one transaction; statements take what they name."""
+        """Return the values of one transaction; each statement uses those that it names."""
         self._new += self._step
         draw = self._random
         number = draw.randint(1, self._sizes.events)
@@ -99,7 +99,7 @@ class _Writer:
         }
 
     def _event(self) -> str:
-        """Where to look for an event: half of the time at one whose body is stored out of line."""
+        """Return the key at which to look for an event; half of the time its body is stored out of line."""
         number = self._random.randint(1, self._sizes.events)
         if self._random.random() < 0.5:
             number -= number % TOASTED_EVERY
@@ -114,7 +114,7 @@ class _Pace:
     _due: float = field(default_factory=time.monotonic)
 
     def delay(self) -> float:
-        """Seconds until the next may begin; a stall of more than a second is not made up for."""
+        """Return the seconds until the next transaction may start; after a stall, at most one second is made up for."""
         now = time.monotonic()
         self._due = max(self._due + self.interval, now - 1.0)
         return max(0.0, self._due - now)
@@ -122,7 +122,7 @@ class _Pace:
 
 @dataclass(frozen=True)
 class _Work:
-    """What the writers' process is told."""
+    """The work of the writers' process."""
 
     dsn: str
     rate: float
@@ -131,7 +131,7 @@ class _Work:
 
 
 def _write(work: _Work, index: int, halt: threading.Event, count: Callable[[], None]) -> None:
-    """One connection's loop, until halted."""
+    """Run transactions on one connection until halted."""
     with psycopg.connect(
         work.dsn, autocommit=True, application_name="shop writer", client_encoding="UTF8"
     ) as connection:
@@ -143,8 +143,8 @@ def _write(work: _Work, index: int, halt: threading.Event, count: Callable[[], N
 
 
 def _run(work: _Work, committed: Synchronized[int], control: Connection) -> None:
-    """The writers' process: threads write until the other end of ``control`` speaks or is gone."""
-    # An interrupt at the terminal is for our owner, who stops us.
+    """Run the writers' process: threads write until ``control`` receives a message or is closed."""
+    # An interrupt at the terminal is meant for the parent process, which stops this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     halt = threading.Event()
 
@@ -173,12 +173,12 @@ def _run(work: _Work, committed: Synchronized[int], control: Connection) -> None
 
 
 class Writers:
-    """Connections that change the shop at a steady rate, in a process of their own.
+    """Connections that change the shop at a steady rate, in a separate process.
 
     Use it as a context manager, or ``start`` and ``stop``. As with every spawned
     process, a script that uses it needs the ``if __name__ == "__main__"`` guard.
 
-    :param rate: transactions a second of all connections together.
+    :param rate: transactions per second of all connections together.
     """
 
     def __init__(self, dsn: str, rate: float = 300.0, connections: int = 4, seed: int = 1) -> None:
@@ -193,37 +193,37 @@ class Writers:
 
     @property
     def transactions(self) -> int:
-        """How many transactions were committed so far."""
+        """Return the number of transactions committed so far."""
         return self._committed.value
 
     @property
     def running(self) -> bool:
-        """Whether the writers are at work."""
+        """Return whether the writers are running."""
         return self._process.is_alive()
 
     def start(self) -> None:
-        """Begin to write; returns at once."""
+        """Start writing in the background."""
         self._process.start()
         if self._theirs is not None:
-            # The process holds the other end alone, so that each sees the other's end.
+            # Only the process holds the other end, so each side notices when the other one exits.
             self._theirs.close()
             self._theirs = None
 
     def stop(self) -> None:
-        """End after the transactions under way have been committed; raises what stopped the writers before."""
+        """Stop after the current transactions are committed; raise an error if the writers failed before."""
         with contextlib.suppress(OSError):
             self._control.send("stop")
         self._process.join()
         reports = self._reports()
         if reports or self._process.exitcode != 0:
             raise WritersFailed(
-                f"The shop's writers stopped after {self.transactions} transactions: "
+                f"The shop's writers failed after {self.transactions} transactions: "
                 f"{'; '.join(reports) or f'exit code {self._process.exitcode}'}.",
                 "Check that the source server is running and the shop's tables exist.",
             )
 
     def _reports(self) -> list[str]:
-        """What the process sent before it ended."""
+        """Return the messages that the process sent before it ended."""
         reports = []
         with contextlib.suppress(EOFError, OSError):
             while self._control.poll():

@@ -1,8 +1,7 @@
-"""The demo of tables: a shop is copied from a Postgres server to another store while its customers go on buying.
+"""The demo of tables: copies a shop from a Postgres server to another store while its customers continue to buy.
 
-A million rows are read, writers change them meanwhile, and every row is compared in
-the end. It succeeds only if both sides are equal then, the run succeeded, and the
-slot let go of the source's log.
+The demo reads a million rows while writers change them, and compares every row at the end. It succeeds only if both
+sides are equal, the run succeeded, and the slot released the source's log.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ TRANSACTIONS_PER_SECOND = 300.0
 LIVE_SECONDS = 20.0
 
 INTRODUCTION = """\
-A shop of a million rows is copied from Postgres to {sink} while its customers go on buying:
+This demo copies a shop of a million rows from Postgres to {sink} while its customers continue to buy:
 a Dag in a real Airflow takes a snapshot without locks and follows the write-ahead log, both as Spark jobs.
-Then every row is compared. It takes two to seven minutes, and all that is started here is stopped at the end.
+Then it compares every row. This takes two to seven minutes, and everything started here is stopped at the end.
 """
 
 PIPELINE = """\
@@ -55,8 +54,8 @@ stream: {{trigger: 1 second, heartbeat: 5 seconds}}
 class ShopStage(Stage):
     """A stage with the shop.
 
-    :param source: its address.
-    :param warehouse: the empty store that it is copied to.
+    :param source: address of the shop's database.
+    :param warehouse: the empty store to copy it to.
     """
 
     source: str
@@ -68,9 +67,9 @@ def set_stage(
 ) -> ShopStage:
     """Start servers and Airflow, and fill the shop.
 
-    :param started: ends all of it.
+    :param started: stops everything when it is closed.
     :param sink: kind of the warehouse, one of :data:`.WAREHOUSES`.
-    :param scale: how large the shop is, 1 for a million rows.
+    :param scale: size of the shop, 1 for a million rows.
     """
     server = start_server(started, directory / "source", "shop")
     source, warehouse = server.dsn("shop"), WAREHOUSES[sink](started, directory / "target")
@@ -87,53 +86,53 @@ def set_stage(
 def _load(dsn: str, say: Callable[[str], None], scale: float) -> None:
     with psycopg.connect(dsn, client_encoding="UTF8") as connection:
         shop.create_schema(connection)
-    say(f"The shop is loaded: {shop.load(dsn, scale):,} rows in {len(shop.TABLES)} tables.")
+    say(f"Loaded the shop: {shop.load(dsn, scale):,} rows in {len(shop.TABLES)} tables.")
 
 
 def begin(started: ExitStack, directory: Path, screen: Screen, sink: str) -> ShopRun:
-    """Set the stage, let the writers begin, and trigger the Dag."""
+    """Set the stage, start the writers, and trigger the Dag."""
     screen.print(INTRODUCTION.format(sink=TITLES[sink]))
     stage = set_stage(started, directory, screen, sink)
     screen.print(f"\n{stage.file}:\n\n{stage.file.read_text(encoding='utf-8')}")
     writers = started.enter_context(shop_writers.Writers(stage.source, TRANSACTIONS_PER_SECOND))
-    screen.say(f"Customers buy from here on: {TRANSACTIONS_PER_SECOND:.0f} transactions a second.")
+    screen.say(f"Customers are now buying: {TRANSACTIONS_PER_SECOND:.0f} transactions per second.")
     return ShopRun(stage, screen, writers)
 
 
 @dataclass(frozen=True)
 class ShopMoment(Moment):
-    """What one look at the shop's pipeline saw.
+    """The state of the shop's pipeline that one look saw.
 
-    :param transactions: committed by the shop's writers so far.
+    :param transactions: transactions that the shop's writers have committed so far.
     """
 
     transactions: int
 
     @property
     def restart(self) -> Lsn:
-        """The position from which the source keeps its log for the slot, 0 before there is a slot."""
+        """Return the position from which the source keeps its log for the slot, or 0 if there is no slot yet."""
         return parse_lsn(self.status["slot"]["restart_lsn"]) if self.status["slot"] else LOG_START
 
     @property
     def chunks(self) -> tuple[int, int]:
-        """How many chunks are finished, and how many there are."""
+        """Return the number of finished chunks and of all chunks."""
         tables = self.status["tables"]
         return sum(table["finished"] for table in tables), sum(table["chunks"] for table in tables)
 
     @property
     def copied(self) -> bool:
-        """Whether the snapshot is finished."""
+        """Return whether the snapshot is finished."""
         finished, chunks = self.chunks
         return 0 < chunks == finished
 
     @property
     def live(self) -> bool:
-        """Whether a stream is at work on a copy that is a state of the source."""
+        """Return whether a stream is running and the copy is consistent."""
         return bool(self.status["consistent"]) and self.status["state"] == "streaming"
 
     @property
     def line(self) -> str:
-        """What is at work, how fast it is, how far behind, and what that costs the source."""
+        """Return a line with the running tasks, their speed, the lag, and the log that the slot keeps."""
         status, parts = self.status, [self.activity]
         finished, chunks = self.chunks
         if chunks and finished < chunks:
@@ -151,11 +150,11 @@ class ShopMoment(Moment):
 
 @dataclass(frozen=True)
 class Course:
-    """How the run went.
+    """The course of the run.
 
-    :param start: seen when the slot had been made.
-    :param live: seen while the stream followed the writers.
-    :param end: seen when all was over.
+    :param start: the moment when the slot existed.
+    :param live: moments while the stream followed the writers.
+    :param end: the moment when everything was over.
     """
 
     start: ShopMoment
@@ -166,7 +165,7 @@ class Course:
 class ShopRun(DagRun[ShopMoment]):
     """The run that copies the shop.
 
-    :param writers: who are at work.
+    :param writers: the running writers.
     """
 
     def __init__(self, stage: ShopStage, screen: Screen, writers: shop_writers.Writers) -> None:
@@ -175,51 +174,48 @@ class ShopRun(DagRun[ShopMoment]):
 
     @property
     def source(self) -> str:
-        """See :attr:`.DagRun.source`."""
         return postgres_settings(self.pipeline).dsn
 
     def moment(self, status: Mapping[str, Any], run: str, tasks: Sequence[TaskState]) -> ShopMoment:
-        """See :meth:`.DagRun.moment`."""
         return ShopMoment(status, run, tasks, self._writers.transactions)
 
     def perform(self) -> bool:
-        """See :meth:`.DagRun.perform`."""
         course = self._follow()
         verified = self.verify()
         outcome = Outcome(replace(course, end=self.look()), verified, self.jobs(), self.screen.seconds)
-        equal = "every row of the source is in the target, and no other."
+        equal = "every row of the source is in the target, and no other row."
         return self.conclude(summary(outcome), outcome.problems, equal)
 
     def _follow(self) -> Course:
         say = self.screen.say
         *_, start = self.until("the slot", lambda moment: moment.applied > 0 and moment.restart > 0)
-        say(f"The slot is made, its restart_lsn is {format_lsn(start.restart)}. Spark copies chunks.")
+        say(f"The slot exists, and its restart_lsn is {format_lsn(start.restart)}. Spark copies chunks.")
         *_, copied = self.until("the snapshot", lambda moment: moment.copied)
-        say(f"The snapshot is finished: {copied.chunks[1]} chunks. The stream applies what was changed meanwhile.")
+        say(f"The snapshot is finished: {copied.chunks[1]} chunks. The stream applies the changes made meanwhile.")
         self.until("a consistent copy", lambda moment: moment.live)
-        say("The copy is consistent: from here on it is, at any time, what the source was a moment before.")
+        say("The copy is consistent: from now on it always equals a recent state of the source.")
         live = self.some_time(LIVE_SECONDS)
         self._writers.stop()
         with connected(postgres_settings(self.pipeline).dsn) as source:
             marker = slots.emit_marker(source, "demo")
-        say(f"The writers have stopped; all they did lies before {format_lsn(marker)} in the log.")
+        say(f"The writers have stopped; all their changes precede {format_lsn(marker)} in the log.")
         self.until(f"the copy to reach {format_lsn(marker)}", lambda moment: moment.applied >= marker)
         say("The copy has caught up.")
         *_, moved = self.until("restart_lsn to move", lambda moment: moment.restart > start.restart)
         say(
             f"The slot's restart_lsn has moved to {format_lsn(moved.restart)}:"
-            " the source may remove its log up to there."
+            " the source may remove its log up to that position."
         )
         return Course(start, live, self.stop())
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the demo came to.
+    """The result of the demo.
 
-    :param verified: what ``airflow-cdc verify`` returned at the end.
-    :param jobs: progress of the Spark jobs by the part they had in the run.
-    :param seconds: from the start of the demo to its end.
+    :param verified: result of ``airflow-cdc verify`` at the end.
+    :param jobs: progress of the Spark jobs by their part.
+    :param seconds: duration of the demo.
     """
 
     course: Course
@@ -229,7 +225,7 @@ class Outcome:
 
     @property
     def problems(self) -> list[str]:
-        """What is not as it should be; none when the demo succeeded."""
+        """Return what is wrong; nothing if the demo succeeded."""
         found = verification_problems(self.verified)
         start, end = self.course.start, self.course.end
         if end.run != "success":
@@ -240,7 +236,7 @@ class Outcome:
 
 
 def summary(outcome: Outcome) -> str:
-    """The table of the tables, and the numbers of the run."""
+    """Return the table of compared tables, and the figures of the run."""
     tables = outcome.verified["tables"]
     compared = [Comparison(each["table"], each["source_rows"], each["target_rows"], each["equal"]) for each in tables]
     source, target = sum(each.expected for each in compared), sum(each.found for each in compared)
@@ -257,7 +253,7 @@ def _facts(outcome: Outcome) -> list[tuple[str, str]]:
     lag = median(moment.status["lag_seconds"] or 0.0 for moment in course.live)
     kept = human_bytes(end.status["slot"]["retained_bytes"])
     return [
-        ("writers", f"{end.transactions:,} transactions while snapshot and stream were at work"),
+        ("writers", f"{end.transactions:,} transactions during snapshot and stream"),
         ("snapshot", f"{rows:,} rows in {seconds:.1f} s, {rate(rows, seconds)} rows/s"),
         ("stream", f"{changes:,} row changes in {worked:.1f} s of work, {rate(changes, worked)} rows/s"),
         ("live", f"{lag:.1f} s behind the writers (median)"),

@@ -75,11 +75,11 @@ _BLUNDERS: Sequence[Callable[[str], str]] = (
 
 @dataclass(frozen=True)
 class Target:
-    """Where a pipeline writes to.
+    """The store that a pipeline writes to.
 
-    :param place: what it is and where, for people.
-    :param rows: reads all of it.
-    :param connections: Airflow's for it, by their ids, as URIs.
+    :param place: kind and address of the store, for display.
+    :param rows: reads all of its rows.
+    :param connections: Airflow's connections to it, as URIs by id.
     """
 
     place: str
@@ -89,10 +89,10 @@ class Target:
 
 @dataclass(frozen=True)
 class Once:
-    """Windows are told once, when nothing changes them any more.
+    """The emission of each window once, when it can no longer change.
 
-    :param delay: with which messages may come; it has to be over.
-    :param marker: makes a message of a time, by which windows of before can be closed.
+    :param delay: how late a message may be; windows close after it.
+    :param marker: makes a message with a given time, which closes all earlier windows.
     """
 
     delay: timedelta
@@ -103,15 +103,15 @@ class Once:
 class Case:
     """A pipeline over a topic.
 
-    :param what: it does, in a sentence.
-    :param text: of its file.
-    :param draw: makes up the topic's messages.
-    :param read: tells what is in one; ``None`` for those that no window has.
-    :param width: of a window.
-    :param start: starts the target, beside a broker.
-    :param parts: of the text that stand elsewhere, too.
-    :param once: how windows are told; ``None`` where they are told whenever they change.
-    :param unreadable: the topic for messages that cannot be read, if there is one.
+    :param what: description of its purpose, as a sentence.
+    :param text: text of its file.
+    :param draw: draws the topic's messages.
+    :param read: parses a message; returns ``None`` for messages that belong to no window.
+    :param width: width of a window.
+    :param start: starts the target, given a running broker.
+    :param parts: fields of the text that other code also uses.
+    :param once: how windows are emitted once; ``None`` if they are emitted whenever they change.
+    :param unreadable: topic for unreadable messages, if there is one.
     """
 
     topic: str
@@ -126,14 +126,14 @@ class Case:
     unreadable: str | None = None
 
     def expected(self, values: Sequence[bytes]) -> Rows:
-        """What messages have to come to."""
+        """Return the rows that the messages should yield."""
         events = [event for event in map(self.read, values) if event is not None]
         until = max(event.at for event in events) - self.once.delay if self.once and events else None
         return windows(events, self.width, until)
 
 
 def draw_click(random: Random, at: datetime) -> Message:
-    """A click of somebody; few messages are something else."""
+    """Draw a user's click, or now and then a message that is not a click."""
     user = f"user-{random.randrange(200)}"
     if random.random() < 0.001:
         timeless = {"id": user, "value": random.getrandbits(60)}
@@ -143,7 +143,7 @@ def draw_click(random: Random, at: datetime) -> Message:
 
 
 def read_click(value: bytes) -> Event | None:
-    """The click in a message, if it is one."""
+    """Return the click in a message, or ``None`` if it is not one."""
     found = parsed(value)
     if found.keys() != {"id", "at", "value"}:
         return None
@@ -151,7 +151,7 @@ def read_click(value: bytes) -> Event | None:
 
 
 def draw_visit(random: Random, at: datetime) -> Message:
-    """A visit of somebody with an identifier, which may be a bad one."""
+    """Draw a visit with an identifier, which may be invalid."""
     name = f"{random.choice(['AX', 'BY', 'CZ'])}-{random.randrange(100)}"
     if random.random() < 0.1:
         name = random.choice(_BLUNDERS)(name)
@@ -159,12 +159,12 @@ def draw_visit(random: Random, at: datetime) -> Message:
 
 
 def visit(identifier: str, at: datetime) -> Message:
-    """A visit of somebody."""
+    """Return the message of a visit."""
     return Message(identifier, json.dumps({"identifier": identifier, "at": written(at)}).encode())
 
 
 def read_visit(value: bytes) -> Event | None:
-    """The visit in a message, if its identifier is a good one."""
+    """Return the visit in a message, or ``None`` if its identifier is invalid."""
     found = parsed(value)
     if not re.search(VALID, found["identifier"]):
         return None
@@ -195,7 +195,7 @@ def _topic(started: ExitStack, directory: Path, broker: KafkaServer) -> Target:
 CASES: Mapping[str, Case] = {
     "kafka-to-mysql": Case(
         topic="clicks",
-        what="Clicks in a topic of Kafka are summed up in windows of 2 seconds, which a table of MariaDB mirrors",
+        what="This demo sums up clicks from a Kafka topic in windows of 2 seconds, and mirrors them in a MariaDB table",
         text=CLICKS,
         draw=draw_click,
         read=read_click,
@@ -205,7 +205,7 @@ CASES: Mapping[str, Case] = {
     ),
     "kafka-to-kafka": Case(
         topic="visits",
-        what="Visits with valid identifiers are counted in windows of 20 seconds, from one topic of Kafka to another",
+        what="This demo counts visits with valid identifiers in windows of 20 seconds, from one Kafka topic to another",
         text=VISITS,
         draw=draw_visit,
         read=read_visit,
@@ -215,4 +215,4 @@ CASES: Mapping[str, Case] = {
         once=Once(timedelta(seconds=5), lambda at: visit("ZZ-0", at)),
     ),
 }
-"""By their names on the command line."""
+"""The cases by their names on the command line."""

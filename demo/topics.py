@@ -1,8 +1,7 @@
-"""The demo of topics: windows of events that a producer writes to Kafka, in MariaDB or in another topic.
+"""The demo of topics: builds windows of events that a producer writes to Kafka, in MariaDB or in another topic.
 
-When the producer has ended and all that it wrote has been read, the stream is asked
-to stop, and every row of the target is compared: by ``verify``, and with what a plain
-consumer and plain Python make of the topic.
+When the producer has ended and the stream has read all its messages, the demo asks the stream to stop. It then compares
+every row of the target twice: with ``verify``, and with the result of a plain consumer and plain Python.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from demo.topic_cases import Case, Target
 from demo.warehouse import start_broker
 from demo.work_directory import Stage, start_airflow, write_pipeline
 from local_servers.airflow_client import TaskState
-from local_servers.jars import at_hand
+from local_servers.jars import package_available
 
 MESSAGES_PER_SECOND = 2000
 PARTITIONS = 4
 
-NEAR_SECONDS = 10.0  # behind the producer, who follows it
+NEAR_SECONDS = 10.0  # behind the producer
 LIVE_SECONDS = 20.0
 LONG_AFTER = timedelta(hours=1)
 
 INTRODUCTION = """\
 {what}:
-a producer writes {rate:,} messages a second in transactions, some of which it aborts, and a Dag in a real Airflow
-runs the pipeline as a Spark job. Then every row is compared with what a plain consumer makes of the topic.
-It takes two to seven minutes, and all that is started here is stopped at the end.
+a producer writes {rate:,} messages per second in transactions, some of which it aborts, and a Dag in a real Airflow
+runs the pipeline as a Spark job. Then it compares every row with the result of a plain consumer.
+This takes two to seven minutes, and everything started here is stopped at the end.
 """
 
 
@@ -55,13 +54,13 @@ class TopicStage(Stage):
 def set_stage(started: ExitStack, directory: Path, screen: Screen, case: Case) -> TopicStage:
     """Start servers and Airflow.
 
-    :param started: ends all of it.
+    :param started: stops everything when it is closed.
     """
-    started.enter_context(at_hand(PACKAGE))
+    started.enter_context(package_available(PACKAGE))
     broker = start_broker(started, directory / "source")
     target = case.start(started, directory / "target", broker)
     make_topics(broker.brokers, {case.topic: PARTITIONS, **({case.unreadable: 1} if case.unreadable else {})})
-    screen.say(f"The source is the topic {case.topic} of Kafka on port {broker.port}, the target {target.place}.")
+    screen.say(f"The source is the Kafka topic {case.topic} on port {broker.port}, the target is {target.place}.")
     file = write_pipeline(directory, case.topic, case.text, **case.parts)
     connections = {"demo_kafka": f"kafka://{broker.brokers}", **target.connections}
     airflow = start_airflow(started, directory, file, connections, screen)
@@ -69,7 +68,7 @@ def set_stage(started: ExitStack, directory: Path, screen: Screen, case: Case) -
 
 
 def begin(started: ExitStack, directory: Path, screen: Screen, case: Case) -> TopicRun:
-    """Set the stage, let the producer begin, and trigger the Dag."""
+    """Set the stage, start the producer, and trigger the Dag."""
     screen.print(INTRODUCTION.format(what=case.what, rate=MESSAGES_PER_SECOND))
     stage = set_stage(started, directory, screen, case)
     screen.print(f"\n{stage.file}:\n\n{stage.file.read_text(encoding='utf-8')}")
@@ -80,22 +79,22 @@ def begin(started: ExitStack, directory: Path, screen: Screen, case: Case) -> To
 
 @dataclass(frozen=True)
 class TopicMoment(Moment):
-    """What one look at a pipeline over a topic saw.
+    """The state of a pipeline over a topic that one look saw.
 
-    :param messages: that have been written so far.
+    :param messages: messages written so far.
     """
 
     messages: int
 
     @property
     def lag(self) -> int | None:
-        """How many messages have not been read; ``None`` where that is not known."""
+        """Return the number of unread messages, or ``None`` if it is unknown."""
         behind: int | None = self.status.get("lag_messages")
         return behind
 
     @property
     def line(self) -> str:
-        """What is at work, how much has been applied, and how far behind that is."""
+        """Return a line with the running tasks, the applied unit, and the lag."""
         parts = [self.activity]
         if self.applied:
             parts.append(f"unit {self.applied:,}")
@@ -105,7 +104,7 @@ class TopicMoment(Moment):
         return " · ".join(parts)
 
     def has_read(self, topic: str, goal: Mapping[str, int]) -> bool:
-        """Whether a topic has been read up to offsets of its partitions."""
+        """Return whether a topic has been read up to the given offsets of its partitions."""
         offsets = self.status.get("offsets", {}).get(topic, {})
         return all(offsets.get(partition, 0) >= offset for partition, offset in goal.items())
 
@@ -113,7 +112,7 @@ class TopicMoment(Moment):
 class TopicRun(DagRun[TopicMoment]):
     """The run that reads a topic.
 
-    :param producer: who is at work.
+    :param producer: the running producer.
     """
 
     def __init__(self, stage: TopicStage, screen: Screen, producer: EventProducer) -> None:
@@ -125,15 +124,12 @@ class TopicRun(DagRun[TopicMoment]):
 
     @property
     def source(self) -> str:
-        """See :attr:`.DagRun.source`."""
         return self._brokers
 
     def moment(self, status: Mapping[str, Any], run: str, tasks: Sequence[TaskState]) -> TopicMoment:
-        """See :meth:`.DagRun.moment`."""
         return TopicMoment(status, run, tasks, self._producer.messages)
 
     def perform(self) -> bool:
-        """See :meth:`.DagRun.perform`."""
         live, end = self._follow()
         values = list(read_committed(self._brokers, self._case.topic))
         outcome = Outcome(
@@ -148,38 +144,40 @@ class TopicRun(DagRun[TopicMoment]):
             stream=self.jobs().get("stream", {}),
             seconds=self.screen.seconds,
         )
-        equal = "every window that the topic's messages make is in the target, and no other."
+        equal = "every window of the topic's messages is in the target, and no other window."
         return self.conclude(summary(outcome), outcome.problems, equal)
 
     def _follow(self) -> tuple[list[TopicMoment], TopicMoment]:
-        """Follow the run to its end; what was seen while the producer was at work, and then."""
+        """Follow the run to its end; return the moments while the producer was writing, and the last moment."""
         say = self.screen.say
         self.until("the first unit", lambda moment: moment.applied > 0)
-        say("The first unit is applied. The stream brings in what was written before it began.")
+        say("The first unit is applied. The stream reads the messages written before it started.")
         near = NEAR_SECONDS * MESSAGES_PER_SECOND
         self.until("the stream to catch up", lambda moment: moment.lag is not None and moment.lag < near)
-        say("The stream is near the topic's ends, and follows the producer.")
+        say("The stream has almost caught up, and follows the producer.")
         live = self.some_time(LIVE_SECONDS)
         self._producer.stop()
         say(f"The producer has ended: {self._producer.account}.")
         self._catch_up()
         if self._case.once is not None:
             self._close_windows()
-        say("The target has all that was written.")
+        say("The target has everything that was written.")
         return live, self.stop()
 
     def _catch_up(self) -> None:
         goal = ends(self._brokers, self._case.topic)
-        self.until("the record to reach the topic's ends", lambda moment: moment.has_read(self._case.topic, goal))
+        self.until(
+            "the commit record to reach the end of the topic", lambda moment: moment.has_read(self._case.topic, goal)
+        )
 
     def _close_windows(self) -> None:
-        """Have the last windows told: Spark learns the time from a message, and heeds it from the next one on."""
+        """Send messages that close the last windows; Spark applies the time of one message from the next one on."""
         assert self._case.once is not None
         for number in range(2):
             at = datetime.now(UTC) + LONG_AFTER + timedelta(seconds=number)
             self._producer.send(self._case.once.marker(at))
             self._catch_up()
-        self.screen.say("Messages of an hour later have come: all windows of before are closed.")
+        self.screen.say("Messages of an hour later have arrived: all earlier windows are closed.")
 
     def _unreadable(self, values: Sequence[bytes]) -> Unreadable | None:
         topic = self._case.unreadable
@@ -191,10 +189,10 @@ class TopicRun(DagRun[TopicMoment]):
 
 @dataclass(frozen=True)
 class Unreadable:
-    """What became of messages that cannot be read.
+    """The fate of messages that cannot be read.
 
-    :param topic: where they should go.
-    :param kept: whether all of them are there, and no others.
+    :param topic: topic that should contain them.
+    :param kept: whether it contains exactly these messages.
     """
 
     topic: str
@@ -204,17 +202,17 @@ class Unreadable:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the demo came to.
+    """The result of the demo.
 
-    :param live: seen while the producer was at work.
-    :param end: seen when all was over.
-    :param written: what the producer has to say of its work.
-    :param read: how many messages a plain consumer gets.
-    :param expected: what has to become of them.
-    :param found: what is in the target.
-    :param verified: what ``airflow-cdc verify`` returned at the end.
+    :param live: moments while the producer was writing.
+    :param end: the moment when everything was over.
+    :param written: the producer's summary of its work.
+    :param read: number of messages that a plain consumer reads.
+    :param expected: rows that the messages should yield.
+    :param found: rows in the target.
+    :param verified: result of ``airflow-cdc verify`` at the end.
     :param stream: progress of the stream's Spark job.
-    :param seconds: from the start of the demo to its end.
+    :param seconds: duration of the demo.
     """
 
     live: Sequence[TopicMoment]
@@ -230,26 +228,26 @@ class Outcome:
 
     @property
     def problems(self) -> list[str]:
-        """What is not as it should be; none when the demo succeeded."""
+        """Return what is wrong; nothing if the demo succeeded."""
         found = verification_problems(self.verified)
         for rows, what in (
-            (self.expected - self.found, "not in the target, as it should be"),
-            (self.found - self.expected, "in the target, as it should not be"),
+            (self.expected - self.found, "missing in the target"),
+            (self.found - self.expected, "in the target but not expected"),
         ):
             if rows:
                 key, start, value = min(rows)
                 found.append(f"{rows.total()} rows: {key}, {start:%H:%M:%S}, {value} is {what}")
         if not self.expected:
-            found.append("the topic's messages make no window")
+            found.append("the topic's messages yield no window")
         if self.unreadable and not self.unreadable.kept:
-            found.append(f"{self.unreadable.topic} has others than the messages that cannot be read")
+            found.append(f"{self.unreadable.topic} does not contain exactly the unreadable messages")
         if self.end.run != "success":
             found.append(f"the Dag run ended as {self.end.run}")
         return found
 
 
 def summary(outcome: Outcome) -> str:
-    """The table of the comparisons, and the numbers of the run."""
+    """Return the table of the comparisons, and the figures of the run."""
     expected, found = outcome.expected, outcome.found
     compared = [Comparison("a plain consumer", expected.total(), found.total(), expected == found)]
     for table in outcome.verified["tables"]:

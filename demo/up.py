@@ -1,7 +1,7 @@
-"""An Airflow to click around in: the shop, customers who go on buying, and a pipeline that is ready to run.
+"""An Airflow for exploring: the shop, customers who continue to buy, and a pipeline that is ready to run.
 
-``python -m demo.up`` runs until it is interrupted. All that
-it has started ends with it, Spark jobs too, and nothing is left behind.
+``python -m demo.up`` runs until it is interrupted. Everything that it has started then ends, including Spark jobs, and
+nothing is left behind.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ source    {source}
 target    {target}
 pipeline  {file}
 
-Trigger the Dag {dag}: its form is filled in, and with "forever" as its end the stream goes on until it is stopped.
-All of it runs until you press Ctrl-C, which removes it."""
+Trigger the Dag {dag}: its form is filled in. With "forever" as its end, the stream runs until it is stopped.
+Everything runs until you press Ctrl-C, which stops and removes it."""
 
 
 def main() -> int:
-    """Set the stage and wait for an interrupt; 0 after one."""
+    """Set the stage and wait for an interrupt; return 0 after one."""
     for number in INTERRUPTS:
         signal.signal(number, _interrupt)
     screen = Screen(sys.stdout)
@@ -57,13 +57,13 @@ def main() -> int:
     except CdcError as error:
         screen.tell_failure(error)
     except KeyboardInterrupt:
-        screen.say("Everything is stopped and removed.")
+        screen.say("Everything has been stopped and removed.")
         return 0
     return 1
 
 
 def open_house(stage: ShopStage) -> None:
-    """Unpause the Dag, and make the connections known to the UI, which does not see those of the environment."""
+    """Unpause the Dag, and add the connections to the UI, which does not show those of environment variables."""
     client = stage.airflow.client
     client.await_dag(DAG)
     client.pause(DAG, False)
@@ -85,7 +85,7 @@ def open_house(stage: ShopStage) -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """End in order, whatever asks for it, and let nobody interrupt that."""
+    """End in order after any of the signals, and ignore further ones."""
     for each in INTERRUPTS:
         signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Where the demo copies the shop to: one store for each kind of sink, started empty and stopped at the end."""
+"""The stores that the demo can copy the shop to, one for each kind of sink, started empty and stopped at the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import psycopg
 
 from airflow_cdc_provider.engine.sinks.delta.settings import PACKAGE
-from local_servers.jars import at_hand
+from local_servers.jars import package_available
 from local_servers.postgres import PostgresServer
 
 if TYPE_CHECKING:
@@ -24,12 +24,12 @@ SETTINGS: Mapping[str, str] = {"shared_buffers": "256MB", "max_wal_size": "4GB",
 
 @dataclass(frozen=True)
 class Warehouse:
-    """A store that runs.
+    """A running store.
 
-    :param place: what it is and where, for people.
-    :param address: of its server, or its folder.
+    :param place: kind and address of the store, for display.
+    :param address: address of its server, or path of its folder.
     :param section: the lines of the pipeline file's ``sink`` section.
-    :param connections: Airflow's connections that the section names, by their ids, as URIs.
+    :param connections: Airflow's connections that the section names, as URIs by id.
     """
 
     place: str
@@ -39,7 +39,7 @@ class Warehouse:
 
 
 def start_server(started: ExitStack, directory: Path, database: str) -> PostgresServer:
-    """A Postgres server with one empty database, stopped at the end."""
+    """Start a Postgres server with one empty database, and stop it at the end."""
     server = PostgresServer.create(directory, POSTGRES, SETTINGS)
     started.callback(server.stop)
     server.start()
@@ -60,8 +60,8 @@ def _files(started: ExitStack, directory: Path) -> Warehouse:
 
 
 def start_mariadb(started: ExitStack, directory: Path) -> MariadbServer:
-    """A MariaDB server without databases, stopped at the end."""
-    from local_servers.mariadb import MariadbServer  # late: only who needs it has its driver
+    """Start a MariaDB server without databases, and stop it at the end."""
+    from local_servers.mariadb import MariadbServer  # imported late, because only this store needs its driver
 
     server = MariadbServer.create(directory)
     started.callback(server.stop)
@@ -70,8 +70,8 @@ def start_mariadb(started: ExitStack, directory: Path) -> MariadbServer:
 
 
 def start_broker(started: ExitStack, directory: Path) -> KafkaServer:
-    """A Kafka broker without topics, stopped at the end."""
-    from local_servers.kafka import KafkaServer  # late: only who needs it has its client
+    """Start a Kafka broker without topics, and stop it at the end."""
+    from local_servers.kafka import KafkaServer  # imported late, because only this store needs its client
 
     server = KafkaServer.create(directory)
     started.callback(server.stop)
@@ -93,7 +93,7 @@ def _kafka(started: ExitStack, directory: Path) -> Warehouse:
 
 
 def _delta(started: ExitStack, directory: Path) -> Warehouse:
-    started.enter_context(at_hand(PACKAGE))
+    started.enter_context(package_available(PACKAGE))
     return Warehouse(f"Delta tables in {directory}", str(directory), f"  type: delta\n  path: file://{directory}\n")
 
 
@@ -104,7 +104,7 @@ WAREHOUSES: Mapping[str, Callable[[ExitStack, Path], Warehouse]] = {
     "files": _files,
     "kafka": _kafka,
 }
-"""By the sink's ``type``: what starts such a store in a directory of its own."""
+"""Functions that start a store in its own directory, by the sink's ``type``."""
 
 TITLES: Mapping[str, str] = {
     "postgres": "another Postgres",
@@ -113,4 +113,4 @@ TITLES: Mapping[str, str] = {
     "files": "Parquet files",
     "kafka": "Kafka",
 }
-"""By the sink's ``type``: what people call it."""
+"""Names of the stores for display, by the sink's ``type``."""

@@ -21,15 +21,15 @@ DAG = "cdc_pipeline"
 
 
 class DemoFailed(CdcError):
-    """The demo did not get where it should."""
+    """The demo did not reach its goal."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """All that runs before anything happens.
+    """Everything that runs before the Dag is triggered.
 
-    :param file: the pipeline file, which names connections of Airflow, so that no password is in it.
-    :param connections: these, by their ids, as URIs.
+    :param file: the pipeline file, which names connections of Airflow, so that it contains no password.
+    :param connections: these connections, as URIs by id.
     """
 
     airflow: AirflowStack
@@ -38,7 +38,7 @@ class Stage:
 
     @property
     def pipeline(self) -> Pipeline:
-        """The file as the engine reads it."""
+        """Return the pipeline of the file."""
         return Pipeline.load(self.file, _variables(self.connections))
 
 
@@ -47,17 +47,19 @@ def start_airflow(
 ) -> AirflowStack:
     """Start an Airflow that knows a pipeline file and the connections that it names.
 
-    :param started: ends it.
+    :param started: stops it when it is closed.
     """
     if not DAGS.is_dir():
-        raise DemoFailed(f"There is no {DAGS}.", "Run the demo in a clone of the repository, with `make demo`.")
+        raise DemoFailed(
+            f"The folder {DAGS} does not exist.", "Run the demo in a clone of the repository, with `make demo`."
+        )
     settings = {
         **_variables(connections),
         "AIRFLOW_CONN_SPARK_DEFAULT": json.dumps({"conn_type": "spark", "host": "local[2]"}),
-        # What the forms propose, and where the page looks.
+        # The default in the forms, and the folder that the page reads.
         "AIRFLOW_CDC_PIPELINE": str(file),
         "AIRFLOW__AIRFLOW_CDC__PIPELINES": str(file.parent),
-        # Those that have a schedule would begin at once.
+        # Dags with a schedule would start at once otherwise.
         "AIRFLOW__CORE__DAGS_ARE_PAUSED_AT_CREATION": "True",
         "AIRFLOW__CORE__TEST_CONNECTION": "Enabled",
         **_scratch(started),
@@ -72,9 +74,9 @@ def _variables(connections: Mapping[str, str]) -> dict[str, str]:
 
 
 def _scratch(started: ExitStack) -> dict[str, str]:
-    """Variables that send temporary files where they are removed: a Spark job that is killed leaves its own behind.
+    """Return variables that put temporary files where they are removed; a killed Spark job leaves its own behind.
 
-    Not below a directory that the user chose, since the path of a socket may have some hundred characters only.
+    The place is not below a directory that the user chose, because a socket's path is limited to about 100 characters.
     """
     path = started.enter_context(tempfile.TemporaryDirectory(prefix="cdc-demo-", ignore_cleanup_errors=True))
     options = f"{os.environ.get('SPARK_SUBMIT_OPTS', '')} -Djava.io.tmpdir={path}".strip()
@@ -83,7 +85,7 @@ def _scratch(started: ExitStack) -> dict[str, str]:
 
 @contextmanager
 def work_directory(chosen: Path | None) -> Iterator[Path]:
-    """The directory of everything: the user's, which stays, or a temporary one."""
+    """Yield the directory for everything: the user's, which is kept, or a temporary one."""
     if chosen is not None:
         chosen.mkdir(parents=True, exist_ok=True)
         if any(chosen.iterdir()):
@@ -91,7 +93,7 @@ def work_directory(chosen: Path | None) -> Iterator[Path]:
         yield chosen.resolve()
         return
     directory = Path(tempfile.mkdtemp(prefix="cdc-demo-"))
-    # Root starts Postgres as another user, who has to get through.
+    # Root starts Postgres as another user, which needs access.
     directory.chmod(0o755)
     try:
         yield directory
@@ -100,9 +102,9 @@ def work_directory(chosen: Path | None) -> Iterator[Path]:
 
 
 def write_pipeline(directory: Path, name: str, text: str, **parts: str) -> Path:
-    """Write a pipeline file where Airflow looks for such.
+    """Write a pipeline file into the folder where Airflow looks for pipelines.
 
-    :param text: with fields for the URL of its ``{state}`` and for the parts.
+    :param text: template with fields for the URL of its ``{state}`` and for the parts.
     """
     path = directory / "pipelines" / f"{name}.yaml"
     path.parent.mkdir(exist_ok=True)

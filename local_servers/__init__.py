@@ -1,1 +1,1 @@
-"""Postgres, MariaDB, Kafka and Airflow as processes of this machine, for the demo, the tests and the benchmarks."""
+"""Postgres, MariaDB, Kafka and Airflow as local processes, for the demo, the tests and the benchmarks."""

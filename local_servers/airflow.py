@@ -1,8 +1,9 @@
-"""A real Airflow in a directory of its own, on loopback: ``airflow standalone``, configured by environment alone.
+"""Runs a real Airflow in its own directory on loopback: ``airflow standalone``, configured by environment variables
+only.
 
-Its processes (API server, scheduler with the LocalExecutor, Dag processor and
-triggerer) and all that tasks start inherit a mark, by which they are found
-wherever they went: a Spark job is detached from the task that submitted it.
+Its processes (API server, scheduler with the LocalExecutor, Dag processor and triggerer) and all their descendants
+inherit a mark in their environment. The mark finds processes that are no longer children, such as a Spark job that is
+detached from the task that submitted it.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ KILL_SECONDS = 20.0
 class AirflowStack:
     """One Airflow; start it with ``start`` or as a context manager.
 
-    :param home: AIRFLOW_HOME, new or left by an earlier stack; it is not deleted.
+    :param home: AIRFLOW_HOME, new or left over from an earlier stack; it is not deleted.
     :param dags: the folder of Dags.
-    :param env: environment above ours, for instance ``AIRFLOW_CONN_*``.
-    :param path: of the address of its pages, for instance ``/air``.
+    :param env: variables that override ours, for example ``AIRFLOW_CONN_*``.
+    :param path: path of its pages in the URL, for example ``/air``.
     """
 
     def __init__(self, home: Path, dags: Path, env: Mapping[str, str] | None = None, path: str = "") -> None:
@@ -53,7 +54,7 @@ class AirflowStack:
         self._guard: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start Airflow and wait until all of it is healthy."""
+        """Start Airflow and wait until all its components are healthy."""
         self.home.mkdir(parents=True, exist_ok=True)
         atexit.register(self.stop)
         try:
@@ -62,21 +63,23 @@ class AirflowStack:
             if not await_condition(self._healthy, START_SECONDS, interval=0.5):
                 raise AirflowFailed(
                     f"Airflow was not healthy after {START_SECONDS:.0f} seconds.\n{self.log_tail()}",
-                    f"Look into {self.log_file}; a busy machine may need more time.",
+                    f"Check {self.log_file}; a busy machine may need more time.",
                 )
         except BaseException:
             self.stop()
             raise
 
     def stop(self) -> None:
-        """Interrupt Airflow, which then ends its tasks, and kill what is left, detached jobs too."""
+        """Interrupt Airflow, which then ends its tasks, and kill leftover processes, including detached jobs."""
         for process in self._spawned:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGINT)
         await_condition(lambda: not any(self.processes()), STOP_SECONDS)
         if not await_condition(self._killed, KILL_SECONDS):
             left = [process.pid for process in self.processes()]
-            raise AirflowFailed(f"Processes {left} of Airflow cannot be killed.", "Look at what they wait for.")
+            raise AirflowFailed(
+                f"Processes {left} of Airflow cannot be killed.", "Find out what they wait for, for example with `ps`."
+            )
         for spawned in self._spawned:
             spawned.wait()
         end_guard(self._guard)
@@ -85,7 +88,7 @@ class AirflowStack:
         atexit.unregister(self.stop)
 
     def processes(self) -> Iterator[psutil.Process]:
-        """All living processes of this Airflow, those of tasks and of detached jobs among them."""
+        """Yield all living processes of this Airflow, including those of tasks and of detached jobs."""
         name, _, value = self._mark.partition("=")
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -93,7 +96,7 @@ class AirflowStack:
                     yield process
 
     def component(self, name: str) -> psutil.Process | None:
-        """The main process of one of :data:`COMPONENTS`, none if it is dead."""
+        """Return the main process of one of :data:`COMPONENTS`, or ``None`` if it is dead."""
         for spawned in self._spawned:
             with contextlib.suppress(psutil.Error):
                 main = psutil.Process(spawned.pid)
@@ -103,16 +106,16 @@ class AirflowStack:
         return None
 
     def restart(self, name: str) -> None:
-        """Start one of :data:`COMPONENTS` that was killed, which ``airflow standalone`` does not do by itself."""
+        """Start one of :data:`COMPONENTS` that was killed; ``airflow standalone`` does not restart it."""
         self._spawn(name)
 
     @property
     def log_file(self) -> Path:
-        """Where all of them log."""
+        """Return the path of the common log of all components."""
         return self.home / "airflow.log"
 
     def log_tail(self, lines: int = 60) -> str:
-        """The end of that log."""
+        """Return the last lines of that log."""
         return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])
 
     def __enter__(self) -> Self:
@@ -129,7 +132,7 @@ class AirflowStack:
         return f"{MARK}={self.home}"
 
     def _compose_environment(self, env: Mapping[str, str]) -> dict[str, str]:
-        """Our environment without another Airflow's settings, with those of this one."""
+        """Return our environment without the settings of another Airflow, and with those of this one."""
         inherited = {
             name: value
             for name, value in os.environ.items()
@@ -140,9 +143,9 @@ class AirflowStack:
         return {
             **inherited,
             MARK: str(self.home),
-            # Processes that set their title would write it over their environment.
+            # Processes that change their title would overwrite their environment with it.
             "SPT_NOENV": "1",
-            # Airflow starts its components by name, and Dags spark-submit and airflow-cdc.
+            # Airflow starts its components by name; Dags start spark-submit and airflow-cdc by name.
             "PATH": search,
             "NO_PROXY": direct,
             "no_proxy": direct,
@@ -161,10 +164,10 @@ class AirflowStack:
             "AIRFLOW__API__PORT": str(self.port),
             "AIRFLOW__API__BASE_URL": self.base_url,
             "AIRFLOW__API__WORKERS": "1",
-            # The processes must share them; by default each would draw its own.
+            # The processes must share these secrets; by default each would generate its own.
             "AIRFLOW__API__SECRET_KEY": secrets.token_hex(16),
             "AIRFLOW__API_AUTH__JWT_SECRET": secrets.token_hex(32),
-            # Logs are read from disk, but these servers cannot be switched off.
+            # Logs are read from disk, but these servers cannot be disabled.
             "AIRFLOW__LOGGING__WORKER_LOG_SERVER_PORT": str(find_free_port()),
             "AIRFLOW__LOGGING__TRIGGER_LOG_SERVER_PORT": str(find_free_port()),
             "AIRFLOW__DAG_PROCESSOR__REFRESH_INTERVAL": "5",
@@ -184,7 +187,7 @@ class AirflowStack:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # An interrupt at the terminal is for us; we stop the processes in our own order.
+                # An interrupt at the terminal is meant for this process, which stops the others in order.
                 start_new_session=True,
             )
         self._spawned.append(process)
@@ -195,12 +198,12 @@ class AirflowStack:
         if any(process.status() == psutil.STATUS_ZOMBIE for process in (main, *main.children())):
             raise AirflowFailed(
                 f"A process of Airflow has ended:\n{self.log_tail()}",
-                f"Correct what the log names; all of it is in {self.log_file}.",
+                f"Fix the problem that the log shows; the whole log is in {self.log_file}.",
             )
         return self.client.healthy
 
     def _killed(self) -> bool:
-        """Kill all that live, and tell whether there was none: one that is killed may just have started another."""
+        """Kill all living processes, and return whether there were none; a killed one may just have started another."""
         alive = list(self.processes())
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -209,6 +212,6 @@ class AirflowStack:
 
 
 def _is_component(process: psutil.Process, name: str) -> bool:
-    """By the command, or by the title that the API server gives itself."""
+    """Return whether a process is a component, by its command or by the title that the API server sets."""
     line = " ".join(process.cmdline()[:4])
     return process.status() != psutil.STATUS_ZOMBIE and name.replace("-", "_") in line.replace("-", "_")

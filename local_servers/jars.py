@@ -1,9 +1,8 @@
-"""A package of Spark, fetched once into a folder of the demo's and the tests' own.
+"""Fetches packages for Spark, once, into a folder that only the demo, the tests and the benchmarks use.
 
-Users name packages in ``spark.jars.packages`` and have Spark fetch them into its
-cache in their home. That does not do for a demo: two jobs that find the cache
-empty at the same time get into each other's way, and a Maven folder in the home
-that knows of a jar without having it makes Spark's resolver fail.
+Users name packages in ``spark.jars.packages``, and Spark fetches them into its cache in the home directory. A demo
+cannot rely on that: two jobs that find the cache empty at the same time interfere with each other. Spark's resolver
+also fails if a Maven folder in the home directory describes a jar without containing it.
 """
 
 from __future__ import annotations
@@ -20,14 +19,16 @@ from pathlib import Path
 from airflow_cdc_provider.engine.core.errors import CdcError
 
 HOME = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "airflow-cdc"
-"""What Spark's resolver takes for the home, if :data:`JAVA_OPTIONS` are among ``SPARK_SUBMIT_OPTS``."""
+"""The home directory of Spark's resolver if ``SPARK_SUBMIT_OPTS`` contains :data:`JAVA_OPTIONS`."""
 
 SUMS = Path(__file__).with_name("jars.sha256")
-"""Of all jars that are fetched, as ``sha256sum`` writes them."""
+"""The checksums of all jars that are fetched, in the format of ``sha256sum``."""
 
 JAVA_OPTIONS = f"-Duser.home={HOME}"
 
-_JARS = ".ivy*/jars/*.jar"
+JARS = ".ivy*/jars/*.jar"
+"""Where a resolver keeps them, below its home."""
+
 _VARIABLE = "SPARK_SUBMIT_OPTS"
 _PATIENCE = 300.0
 _FETCH = """
@@ -43,30 +44,30 @@ class JarsMissing(CdcError):
 
 
 def fetch(package: str, home: Path = HOME) -> list[Path]:
-    """Have all jars of a package and of what it needs in a folder.
+    """Fetch a package with all its dependencies into a folder, unless they exist.
 
     :param package: ``group:artifact:version``.
-    :param home: where Spark's resolver has its cache.
-    :returns: all jars that are there.
-    :raises JarsMissing: when there is no way to a Maven repository, or one has another jar than is known to us.
+    :param home: folder that contains the cache of Spark's resolver.
+    :returns: all jars in the folder.
+    :raises JarsMissing: if no Maven repository can be reached, or if a jar differs from the known one.
     """
     _, artifact, version = package.split(":")
     home.mkdir(parents=True, exist_ok=True)
     with (home / "fetching").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not list(home.glob(f".ivy*/jars/*{artifact}-{version}.jar")):
-            before = set(home.glob(_JARS))
+            before = set(home.glob(JARS))
             _resolve(package, home)
-            require_known(set(home.glob(_JARS)) - before)
-    return sorted(home.glob(_JARS))
+            require_known(set(home.glob(JARS)) - before)
+    return sorted(home.glob(JARS))
 
 
 def require_known(jars: Iterable[Path]) -> None:
-    """Remove jars that are not those of ``jars.sha256``, before anything is started with them.
+    """Remove jars that are not those of ``jars.sha256``, before any process loads them.
 
-    A newer version has to be written there first: ``sha256sum`` of what the resolver has left in its folder ``jars``.
+    To use a newer version, first add the output of ``sha256sum`` for the files in the resolver's folder ``jars``.
 
-    :raises JarsMissing: naming the first.
+    :raises JarsMissing: with the name of the first such jar.
     """
     lines = (line.split() for line in SUMS.read_text(encoding="utf-8").splitlines())
     known = {name: digest for digest, name in lines}
@@ -75,17 +76,17 @@ def require_known(jars: Iterable[Path]) -> None:
         jar.unlink()
     if strange:
         raise JarsMissing(
-            f"{strange[0].name} is not the jar whose sum is in {SUMS}",
-            "Find out why the Maven repository, or what stands before it, has another one. If a newer version is meant,"
-            " write its sum there.",
+            f"{strange[0].name} does not match its checksum in {SUMS}",
+            "Find out why the Maven repository, or a proxy in front of it, has a different jar. To use a newer version,"
+            " add its checksum to that file.",
         )
 
 
 @contextmanager
-def at_hand(package: str) -> Iterator[None]:
-    """Fetch a package, and have every Spark look for packages there, of processes that begin meanwhile, too.
+def package_available(package: str) -> Iterator[None]:
+    """Fetch a package, and let every Spark started meanwhile, also by other processes, look for packages there.
 
-    :raises JarsMissing: when there is no way to a Maven repository.
+    :raises JarsMissing: if no Maven repository can be reached.
     """
     fetch(package)
     before = os.environ.get(_VARIABLE)
@@ -108,9 +109,9 @@ def _resolve(package: str, home: Path) -> None:
         )
         said = " ".join(fetching.stdout.split())[-400:] if fetching.returncode else ""
     except subprocess.TimeoutExpired:
-        said = f"no end within {_PATIENCE:.0f} seconds"
+        said = f"the download did not end within {_PATIENCE:.0f} seconds"
     if said:
         raise JarsMissing(
             f"{package} cannot be fetched: {said}",
-            "See that Maven Central can be reached, by way of the proxy of this machine if it has one.",
+            "Make sure that Maven Central can be reached, through a proxy if this machine needs one.",
         )

@@ -1,7 +1,7 @@
-"""A temporary Kafka broker in a directory of its own, next to the server of :mod:`.postgres`.
+"""Runs a temporary Kafka broker in its own directory, like the server of :mod:`.postgres`.
 
-It is Apache Kafka's own, from the jars of Maven Central, as broker and controller in one process without anything
-beside it (KRaft). It listens on ports of loopback that were free, and everything that it writes is in its directory.
+This is Apache Kafka from the jars on Maven Central, with broker and controller in one process and no other services
+(KRaft). It listens on free ports of loopback, and writes only to its directory.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from confluent_kafka.admin import AdminClient
 from local_servers.jars import HOME, fetch
 from local_servers.process import Account, ServerError, ServerProcess, claim_directory, find_free_port, run_as
 
-# 4.3.1 may leave a transaction open for ever that it has committed when it is killed right then (KAFKA-20734).
+# When 4.3.1 is killed at the wrong moment, a committed transaction may stay open forever (KAFKA-20734).
 VERSION = "4.0.2"
 PACKAGE = f"org.apache.kafka:kafka_2.13:{VERSION}"
 
-# One broker holds all replicas, and with few partitions in the topics of its own it starts sooner.
+# One broker holds all replicas. With few partitions in its internal topics it starts sooner.
 SETTINGS: Mapping[str, str] = {
     "auto.create.topics.enable": "false",
-    # A broker that comes back from a crash is let in when the session that it had is over.
+    # After a crash, a broker is admitted again only when its previous session has expired.
     "broker.heartbeat.interval.ms": "500",
     "broker.session.timeout.ms": "3000",
     "group.initial.rebalance.delay.ms": "0",
+    # An idle broker need not write a record every half second.
+    "metadata.max.idle.interval.ms": "0",
     "offsets.topic.num.partitions": "1",
     "offsets.topic.replication.factor": "1",
     "transaction.state.log.num.partitions": "3",
@@ -53,14 +55,14 @@ _PLAIN = "org.apache.kafka.common.security.plain.PlainLoginModule"
 
 @dataclass(frozen=True)
 class Login:
-    """A user of the listener that asks for one, who may do nothing unless he is granted it."""
+    """A user of the listener with authentication, who may do nothing without a grant."""
 
     user: str
     password: str = field(repr=False)
 
     @property
     def settings(self) -> dict[str, str]:
-        """The broker's settings that let the user in, and leave everything to those who come without a name."""
+        """Return the broker's settings that admit the user, and that allow everything to anonymous clients."""
         password = re.sub(r'(["\\])', r"\\\1", self.password)
         return {
             "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
@@ -71,11 +73,11 @@ class Login:
 
 
 class KafkaServer(ServerProcess):
-    """One broker with its directory; made by :meth:`create`.
+    """One broker with its directory; :meth:`create` makes it.
 
-    :ivar port: of the listener that lets everybody do everything.
-    :ivar login_port: of the listener that asks for user and password, if there is one.
-    :ivar cluster: what the broker calls its cluster.
+    :ivar port: port of the listener without authentication, which allows everything.
+    :ivar login_port: port of the listener that requires a user and a password, if there is one.
+    :ivar cluster: the broker's id of its cluster.
     """
 
     name = "Kafka"
@@ -92,18 +94,18 @@ class KafkaServer(ServerProcess):
     def create(
         cls, directory: Path, settings: Mapping[str, str] | None = None, login: Login | None = None
     ) -> KafkaServer:
-        """Prepare a broker in ``directory``, which is new or empty; it is not started yet.
+        """Prepare a broker in ``directory``, which is new or empty, without starting it.
 
-        :param settings: those of the broker, above :data:`SETTINGS`.
-        :param login: a user, for whom there is a listener of its own.
-        :raises JarsMissing: when Kafka cannot be fetched.
-        :raises ServerError: when Java is missing, or Kafka does not run here.
+        :param settings: settings of the broker, which override :data:`SETTINGS`.
+        :param login: a user, for whom the broker gets a second listener.
+        :raises JarsMissing: if Kafka cannot be fetched.
+        :raises ServerError: if Java is missing, or Kafka does not run here.
         """
         directory, account = claim_directory(directory, cls.name)
         scratch = directory / "tmp"
         scratch.mkdir()
         account.own(scratch)
-        # Libraries of native code are unpacked there, and stay behind after a crash.
+        # Native libraries are unpacked there, and remain after a crash.
         options = (*_JAVA_OPTIONS, f"-Djava.io.tmpdir={scratch}", "-cp", _class_path(directory, account))
         cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
         login_port = find_free_port() if login else None
@@ -130,19 +132,19 @@ class KafkaServer(ServerProcess):
             **settings,
         }
         lines = [f"{name}={value}\n".replace("\\", "\\\\") for name, value in given.items()]
-        # Java's encoding of such files, in which other characters are escaped.
+        # Java reads such files in this encoding, with all other characters escaped.
         self._file.write_text("".join(lines), encoding="latin-1", errors="backslashreplace")
         self._file.chmod(0o600)
         self.account.own(self._file)
 
     def _format(self) -> None:
-        # A cluster's name may begin with a hyphen.
+        # The id of a cluster may start with a hyphen.
         tool = ("kafka.tools.StorageTool", "format", f"--cluster-id={self.cluster}", f"--config={self._file}")
         done = run_as(self.account, [*self._java, *tool], self.directory)
         if done.returncode != 0:
             raise ServerError(
                 f"Kafka's storage tool failed with exit code {done.returncode}:\n{done.stdout}{done.stderr}".rstrip(),
-                "Correct the setting that it names; otherwise check that Java is 17 or newer and the disk has space.",
+                "Correct the setting that it names. Otherwise check that Java is 17 or newer and the disk has space.",
             )
 
     @property
@@ -151,20 +153,19 @@ class KafkaServer(ServerProcess):
 
     @property
     def brokers(self) -> str:
-        """The address at which everybody may do everything."""
+        """Return the address of the listener without authentication."""
         return f"127.0.0.1:{self.port}"
 
     @property
     def login_brokers(self) -> str:
-        """The address at which a user logs in."""
+        """Return the address of the listener with authentication."""
         return f"127.0.0.1:{self.login_port}"
 
     def command(self) -> Sequence[str]:
-        """See :meth:`.ServerProcess.command`."""
         return [*self._java, "kafka.Kafka", str(self._file)]
 
     def probe(self) -> Callable[[], bool]:
-        """See :meth:`.ServerProcess.probe`; the broker counts itself in when it has read what a crash has left."""
+        """Return a function that succeeds when the broker lists itself, which it does only after its recovery."""
         client = AdminClient({"bootstrap.servers": self.brokers, "log_level": 0, "reconnect.backoff.max.ms": 100})
 
         def answers() -> bool:
@@ -176,32 +177,33 @@ class KafkaServer(ServerProcess):
         return answers
 
     def check_identity(self) -> None:
-        """See :meth:`.ServerProcess.check_identity`; no other broker knows the cluster's name."""
+        """Do nothing: the probe has already compared the cluster's id, which no other broker has."""
 
 
 def _java() -> str:
     home = os.environ.get("JAVA_HOME")
     found = str(Path(home) / "bin" / "java") if home else shutil.which("java")
     if found is None:
-        raise ServerError("There is no java on this machine.", "Install a JRE of Java 17 or newer.")
+        raise ServerError("The command java was not found.", "Install a JRE of Java 17 or newer.")
     return found
 
 
 def fetch_jars() -> list[Path]:
-    """Kafka with all that it needs, fetched unless it is there.
+    """Return the jars of Kafka and its dependencies, fetched unless they exist.
 
-    Spark's resolver leaves out what Spark has, and the logging goes by Spark's libraries, which fit together.
+    Spark's resolver leaves out jars that Spark includes. For logging, Spark's jars are used, because their versions
+    match.
 
-    :raises JarsMissing: when there is no way to a Maven repository.
+    :raises JarsMissing: if no Maven repository can be reached.
     """
-    # Of all jars that are there none may be another version's.
+    # Each version has its own folder, because jars of different versions must not mix.
     jars = fetch(PACKAGE, HOME / f"kafka-{VERSION}")
     fetched = [jar for jar in jars if not any(name in jar.name for name in _LOGGING)]
     return [*fetched, *(jar for name in _OF_SPARK for jar in _SPARK_JARS.glob(f"{name}-[0-9]*.jar"))]
 
 
 def _class_path(directory: Path, account: Account) -> str:
-    """The jars, of which those that the broker's user cannot read are copied into its directory."""
+    """Return the class path; jars that the broker's user cannot read are copied into its directory."""
     jars = fetch_jars()
     return ":".join(str(jar if account.can_enter(jar.parent) else _copy(jar, directory, account)) for jar in jars)
 

@@ -1,9 +1,8 @@
-"""A temporary MariaDB or MySQL server in a directory of its own, next to those of Postgres in :mod:`.postgres`.
+"""Runs a temporary MariaDB or MySQL server in its own directory, like the Postgres servers of :mod:`.postgres`.
 
-The binaries are those of the system's package of MariaDB, or a MySQL server's that is named. The package's own service,
-its configuration and its data are never touched: this server reads no configuration file, listens on a port of loopback
-that was free, and everything that it writes is in its directory. Like Postgres it does not run as root, who starts it
-as an unprivileged user.
+The binaries are those of the system's MariaDB package, or of a given MySQL server. The package's service, configuration
+and data are never touched: this server reads no configuration file, listens on a free port of loopback, and writes only
+to its directory. Like Postgres it does not run as root; root starts it as an unprivileged user.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ def _program(name: str) -> str:
     found = shutil.which(name, path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin:/usr/local/mysql/bin")
     if found is None:
         raise ServerError(
-            f"There is no {name} on this machine.",
-            "Install the system's MariaDB server; on Debian: apt-get install mariadb-server.",
+            f"The command {name} was not found.",
+            "Install the system's MariaDB server; on Debian: `apt-get install mariadb-server`.",
         )
     return found
 
 
 @dataclass(frozen=True)
 class Programs:
-    """Commands that make a data directory and that serve it, without a configuration file."""
+    """Commands that create a data directory and that run the server on it, without a configuration file."""
 
     install: Sequence[str]
     serve: Sequence[str]
 
     @classmethod
     def mariadb(cls) -> Programs:
-        """Those of the system.
+        """Return the commands of the system's MariaDB.
 
-        :raises ServerError: when there are none.
+        :raises ServerError: if it is not installed.
         """
         options = ("--no-defaults", "--skip-name-resolve")
         install = (*options, "--auth-root-authentication-method=normal", "--skip-test-db")
@@ -51,16 +50,16 @@ class Programs:
 
     @classmethod
     def mysql(cls, mysqld: str) -> Programs:
-        """Those of MySQL, which are one.
+        """Return the commands of MySQL, which has one program for both.
 
-        :param mysqld: its path.
+        :param mysqld: path of the program.
         """
         options = ("--mysqlx=OFF", "--skip-log-bin", "--secure-file-priv=NULL", "--local-infile=ON")
         return cls((mysqld, "--no-defaults", "--initialize-insecure"), (mysqld, "--no-defaults", *options))
 
 
 class MariadbServer(ServerProcess):
-    """One MariaDB or MySQL server with its directory; made by :meth:`create`."""
+    """One MariaDB or MySQL server with its directory; :meth:`create` makes it."""
 
     name = "MariaDB"
 
@@ -75,16 +74,18 @@ class MariadbServer(ServerProcess):
     def create(
         cls, directory: Path, settings: Mapping[str, str] | None = None, programs: Programs | None = None
     ) -> MariadbServer:
-        """Initialise a server in ``directory``, which is new or empty; it is not started yet.
+        """Initialize a server in ``directory``, which is new or empty, without starting it.
 
-        :param settings: system variables by name, as they are at each start.
-        :param programs: what to run, the system's MariaDB unless given.
-        :raises ServerError: when the binaries are missing, or do not run here.
+        :param settings: system variables by name; each start uses their current values.
+        :param programs: commands to run, by default those of the system's MariaDB.
+        :raises ServerError: if the binaries are missing, or do not run here.
         """
         programs = programs or Programs.mariadb()
         directory, account = claim_directory(directory, cls.name)
         if len(str(directory)) > _SOCKET_LENGTH:
-            raise ServerError(f"{directory} is too long for a socket.", "Choose a directory directly below /tmp.")
+            raise ServerError(
+                f"The path {directory} is too long for a socket.", "Choose a directory directly below /tmp."
+            )
         server = cls(directory, find_free_port(), account, settings or {}, programs)
         server.scratch.mkdir()
         account.own(server.scratch)
@@ -94,31 +95,30 @@ class MariadbServer(ServerProcess):
             raise ServerError(
                 f"{Path(programs.install[0]).name} failed with exit code {done.returncode}:\n"
                 f"{done.stdout}{done.stderr}".rstrip(),
-                "Check that the directory is writable and the disk has space.",
+                "Check that the directory is writable and that the disk has space.",
             )
         return server
 
     @property
     def scratch(self) -> Path:
-        """Where the server's temporary files are: one that starts removes those of all others in the same place."""
+        """Return the folder for temporary files; a starting server removes those of all other servers there."""
         return self.directory / "tmp"
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Ours, with a place for temporary files."""
+        """Return our environment with the server's folder for temporary files."""
         return {**os.environ, "TMPDIR": str(self.scratch)}
 
     @property
     def dsn(self) -> str:
-        """A connection URI of the administrator, who needs no password on loopback, nor TLS."""
+        """Return the administrator's connection URI, which needs no password and no TLS on loopback."""
         return f"mysql://root@127.0.0.1:{self.port}/?ssl_mode=disabled"
 
     def connect(self) -> pymysql.Connection:
-        """A session of the administrator, which commits every statement."""
+        """Open a session of the administrator in autocommit mode."""
         return pymysql.connect(host="127.0.0.1", port=self.port, user="root", autocommit=True, charset="utf8mb4")
 
     def command(self) -> Sequence[str]:
-        """See :meth:`.ServerProcess.command`."""
         return [
             *self.programs.serve,
             f"--datadir={self.data_directory}",
@@ -130,7 +130,7 @@ class MariadbServer(ServerProcess):
         ]
 
     def probe(self) -> Callable[[], bool]:
-        """See :meth:`.ServerProcess.probe`; it answers when a login succeeds."""
+        """Return a function that succeeds when a login does."""
 
         def answers() -> bool:
             with contextlib.suppress(pymysql.OperationalError):
@@ -141,7 +141,6 @@ class MariadbServer(ServerProcess):
         return answers
 
     def check_identity(self) -> None:
-        """See :meth:`.ServerProcess.check_identity`."""
         with contextlib.closing(self.connect()) as connection, connection.cursor() as cursor:
             cursor.execute("SELECT @@datadir")
             (answered,) = cursor.fetchone() or ("",)

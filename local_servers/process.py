@@ -1,7 +1,7 @@
-"""A server as a process of its own: started, guarded, awaited, stopped and killed alike, whatever it serves.
+"""Runs servers as separate processes: starts, guards, awaits, stops and kills them in the same way for every kind.
 
-Some servers refuse to run as root, therefore root starts all of them as an unprivileged user. A server that was stopped
-or killed, as a crash would kill it, starts again on the same port and data.
+Some servers refuse to run as root, so root starts all of them as an unprivileged user. A server that was stopped, or
+killed as in a crash, starts again on the same port and data.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import Any, Literal, Self
 from airflow_cdc_provider.engine.core.errors import CdcError
 from airflow_cdc_provider.engine.core.waiting import await_condition
 
-# The kernel hands out ports above 32767 to outgoing connections; a port below stays ours over a restart.
+# The kernel assigns ports above 32767 to outgoing connections; a lower port stays free during a restart.
 PORTS = range(20_000, 32_000)
-START_SECONDS = 60.0
+START_SECONDS = 180.0
 STOP_SECONDS = 20.0
 LOG_TAIL_LINES = 25
 
@@ -38,10 +38,10 @@ class ServerError(CdcError):
 
 
 def find_free_port() -> int:
-    """A port on loopback that nobody listens on.
+    """Return a port on loopback on which no process listens.
 
-    Drawn by the operating system's randomness: test tools seed ``random``, and
-    two runs must not try the same ports in the same order.
+    The port is drawn by the operating system's random generator: test tools seed ``random``, and two runs must not try
+    the same ports in the same order.
     """
     for port in random.SystemRandom().sample(PORTS, k=200):
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -49,38 +49,38 @@ def find_free_port() -> int:
             return port
     raise ServerError(
         f"No free port between {PORTS.start} and {PORTS.stop - 1} on 127.0.0.1.",
-        "Stop servers that were left behind and try again.",
+        "Stop leftover servers and try again.",
     )
 
 
 @dataclass(frozen=True)
 class Account:
-    """The operating system's user that the server's processes run as."""
+    """The operating system's user that runs the server's processes."""
 
     uid: int
     gid: int
 
     @classmethod
     def choose(cls) -> Account:
-        """Ourselves, or ``nobody`` when we are root."""
+        """Return the current user, or ``nobody`` if that is root."""
         if os.geteuid() != 0:
             return cls(os.geteuid(), os.getegid())
         nobody = pwd.getpwnam("nobody")
         return cls(nobody.pw_uid, nobody.pw_gid)
 
     def popen_arguments(self) -> dict[str, Any]:
-        """Arguments of ``subprocess`` that start a process as this user."""
+        """Return arguments of ``subprocess`` that start a process as this user."""
         if os.geteuid() != 0:
             return {}
         return {"user": self.uid, "group": self.gid, "extra_groups": []}
 
     def own(self, path: Path) -> None:
-        """Give ``path`` itself to the user."""
+        """Make the user the owner of ``path`` itself."""
         if os.geteuid() == 0:
             os.chown(path, self.uid, self.gid)
 
     def can_enter(self, directory: Path) -> bool:
-        """Whether the user can reach files below ``directory``."""
+        """Return whether the user can reach files below ``directory``."""
         if os.geteuid() != 0:
             return os.access(directory, os.X_OK)
         return all(self._may_search(folder.stat()) for folder in (directory, *directory.parents))
@@ -96,9 +96,9 @@ class Account:
 def run_as(
     account: Account, command: Sequence[str], directory: Path, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end as a user, in a directory, and return what it wrote.
+    """Run a command to its end as a user, in a directory, and return the result with its output.
 
-    :param environment: ours unless given.
+    :param environment: environment of the command, ours by default.
     """
     return subprocess.run(
         list(command),
@@ -112,11 +112,11 @@ def run_as(
 
 
 def claim_directory(directory: Path, server: str) -> tuple[Path, Account]:
-    """Return a directory for a server, resolved, and the user as whom the server runs, to whom it belongs from now on.
+    """Return the resolved directory for a server and the user that runs the server, who owns the directory from now on.
 
     :param directory: new or empty.
     :param server: its name in errors.
-    :raises ServerError: when it is not empty, or that user cannot reach it.
+    :raises ServerError: if it is not empty, or the user cannot reach it.
     """
     directory = directory.resolve()
     directory.mkdir(parents=True, exist_ok=True)
@@ -127,12 +127,12 @@ def claim_directory(directory: Path, server: str) -> tuple[Path, Account]:
     if not account.can_enter(directory):
         raise ServerError(
             f"{directory} cannot be reached by the user {pwd.getpwuid(account.uid).pw_name} that {server} runs as.",
-            "Choose a directory whose parents are open to all users, for instance directly below /tmp.",
+            "Choose a directory whose parents are open to all users, for example directly below /tmp.",
         )
     return directory, account
 
 
-# All that have the mark, again and again, since one that is being killed may just have started another.
+# Kill all marked processes several times, because a process may start another one just before it dies.
 _KILL_MARKED = (
     'for round in 1 2 3 4 5; do grep -lsFxz -- "$1" /proc/[0-9]*/environ'
     " | tr -dc '0-9\\n' | xargs kill -s KILL; sleep 0.2; done"
@@ -140,14 +140,14 @@ _KILL_MARKED = (
 
 
 def start_guard(target: int, signals: tuple[str, ...] = ("INT",), mark: str = "") -> subprocess.Popen[bytes]:
-    """A shell that ends processes when our end of its pipe closes, that is when we die.
+    """Start a shell that ends processes when our end of its pipe closes, which happens when this process dies.
 
-    ``atexit`` does not run after a SIGKILL, and a death signal is tied to the
-    thread, not to the process, that started a child.
+    ``atexit`` does not run after a SIGKILL. A parent-death signal is bound to the thread that started a child, not to
+    the process.
 
     :param target: a process id, or a process group as a negative number.
-    :param signals: what to send to it, some seconds apart.
-    :param mark: a ``NAME=value``: whatever has it in its environment is killed last, where the system has ``/proc``.
+    :param signals: signals to send, some seconds apart.
+    :param mark: a ``NAME=value``; processes with it in their environment are killed last, if the system has ``/proc``.
     """
     kills = [f"kill -s {name} -- {target}" for name in signals] + ([_KILL_MARKED] if mark else [])
     return subprocess.Popen(
@@ -160,7 +160,7 @@ def start_guard(target: int, signals: tuple[str, ...] = ("INT",), mark: str = ""
 
 
 def end_guard(guard: subprocess.Popen[bytes] | None) -> None:
-    """Dismiss a guard, before the ids that it watches can belong to others."""
+    """End a guard before the ids that it watches can be reused."""
     if guard is not None:
         guard.kill()
         guard.communicate()
@@ -169,11 +169,11 @@ def end_guard(guard: subprocess.Popen[bytes] | None) -> None:
 class ServerProcess(ABC):
     """One server with its directory and its port on loopback.
 
-    A subclass says what runs, and when it answers.
+    A subclass defines the command, and how to probe the server.
 
-    :ivar name: in errors.
-    :ivar guard_signals: what ends the server, some seconds apart, when this process dies.
-    :ivar directory: all that the server writes is below it.
+    :ivar name: name of the server in errors.
+    :ivar guard_signals: signals that end the server, some seconds apart, when this process dies.
+    :ivar directory: folder that contains everything the server writes.
     """
 
     name: str
@@ -188,49 +188,49 @@ class ServerProcess(ABC):
 
     @abstractmethod
     def command(self) -> Sequence[str]:
-        """Return the command that serves, in the foreground."""
+        """Return the command that runs the server in the foreground."""
 
     @abstractmethod
     def probe(self) -> Callable[[], bool]:
-        """Return a function that tells whether the server that has just been started answers."""
+        """Return a function that returns whether the server, which has just been started, answers."""
 
     @property
     def environment(self) -> Mapping[str, str] | None:
-        """Of the server's processes, ours if none."""
+        """Return the environment of the server's processes, or ``None`` for ours."""
         return None
 
     @abstractmethod
     def check_identity(self) -> None:
-        """Make sure that what answers is this server, before anything is created or dropped.
+        """Verify that the process that answers is this server, before anything is created or dropped.
 
-        :raises ServerError: when it is another.
+        :raises ServerError: if it is another server.
         """
 
     @property
     def data_directory(self) -> Path:
-        """Where the server keeps its data."""
+        """Return the directory of the server's data."""
         return self.directory / "data"
 
     @property
     def log_file(self) -> Path:
-        """Where the server's log goes."""
+        """Return the path of the server's log."""
         return self.directory / "server.log"
 
     @property
     def running(self) -> bool:
-        """Whether the server's main process is alive."""
+        """Return whether the server's main process is alive."""
         return self._process is not None and self._process.poll() is None
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
-        """The last lines of the server's log."""
+        """Return the last lines of the server's log."""
         if not self.log_file.exists():
             return ""
         return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])
 
     def start(self) -> None:
-        """Start the server and wait until it answers; a running server is left alone.
+        """Start the server and wait until it answers; do nothing if it is running.
 
-        :raises ServerError: when it ends, or does not answer in :data:`START_SECONDS`.
+        :raises ServerError: if it ends, or does not answer within :data:`START_SECONDS`.
         """
         if self.running:
             return
@@ -242,7 +242,7 @@ class ServerProcess(ABC):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                # An interrupt at the terminal is for us; we stop the server in our own order.
+                # An interrupt at the terminal is meant for this process, which stops the server in order.
                 start_new_session=True,
                 **self.account.popen_arguments(),
             )
@@ -257,12 +257,12 @@ class ServerProcess(ABC):
             raise
 
     def stop(self) -> None:
-        """Stop the server; one that does not stop in time is killed."""
+        """Stop the server; if it does not stop in time, kill it."""
         self.end(signal.SIGTERM)
         self.kill()
 
     def end(self, number: signal.Signals) -> bool:
-        """Send the server a signal, and return whether it ends of it in :data:`STOP_SECONDS`."""
+        """Send the server a signal, and return whether it ends within :data:`STOP_SECONDS`."""
         process = self._process
         if process is not None and process.poll() is None:
             process.send_signal(number)
@@ -271,12 +271,12 @@ class ServerProcess(ABC):
         return not self.running
 
     def restart(self, mode: Literal["stop", "kill"] = "stop") -> None:
-        """Stop or kill, and start on the same port and data."""
+        """Stop or kill the server, and start it on the same port and data."""
         self.stop() if mode == "stop" else self.kill()
         self.start()
 
     def kill(self) -> None:
-        """Kill the server, as a crash of the machine's would."""
+        """Kill the server, like a crash of the machine."""
         if self._process is not None and self._process.poll() is None:
             self.kill_processes(self._process)
         end_guard(self._guard)
@@ -285,7 +285,7 @@ class ServerProcess(ABC):
         atexit.unregister(self.kill)
 
     def kill_processes(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill all processes of the server and wait for their end; here it is one."""
+        """Kill all processes of the server and wait for their end; by default there is only one."""
         process.kill()
         process.wait()
 
@@ -320,5 +320,5 @@ class ServerProcess(ABC):
         tail = re.sub(r"(?m)^", "  ", self.log_tail())
         return ServerError(
             f"{self.name} in {self.directory} {what}. The end of its log:\n{tail}",
-            "Correct what the log names: a setting, a port that is taken, a full disk.",
+            "Fix the problem that the log shows: for example a setting, a port in use, or a full disk.",
         )

@@ -10,12 +10,10 @@ import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from math import ceil
 from pathlib import Path
-from zlib import crc32
 
 import psutil
 import psycopg
@@ -25,6 +23,7 @@ from hypothesis import HealthCheck, settings
 from psycopg import sql
 
 from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from airflow_cdc_provider.engine.spark.python_interpreter import python_for_spark
 from local_servers.kafka import KafkaServer
 from local_servers.mariadb import MariadbServer, Programs
@@ -32,10 +31,11 @@ from local_servers.postgres import PostgresServer
 from tests.support.class_archive import write_archive
 from tests.support.hdfs import HdfsCluster
 from tests.support.hostile import ENVIRONMENT, connect_unharmed
-from tests.support.kafka_server import make_broker
+from tests.support.kafka_server import clear, make_broker
 from tests.support.schema_registry import registry_at
-from tests.support.spark_jvm import end_jvm
+from tests.support.spark_jvm import end_jvm, reset_jvm
 
+pytest_plugins = ["tests.selection"]
 pytest.register_assert_rewrite("tests.sinks.begun_sink", "tests.sinks.contract", "tests.sinks.contract_rows")
 
 # How long an example takes says how busy the machine is.
@@ -45,13 +45,14 @@ settings.load_profile("untimed")
 
 @pytest.fixture(scope="session", autouse=True)
 def state_home(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A place for the logs of Spark, in this process and in those that tests start."""
+    """Keep Spark's logs, of this process and of those that tests start, in a temporary directory."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state-home"))
 
 
 # The tests crash processes, never the machine, so what the page cache holds is safe.
 SESSION_SETTINGS: Mapping[str, str] = {
     "fsync": "off",
+    "jit": "off",  # servers of the system have it: it takes longer than the queries
     "max_connections": "100",
     "max_replication_slots": "30",
     "max_wal_senders": "30",
@@ -88,18 +89,8 @@ CREATE EVENT TRIGGER hand_over ON ddl_command_end
 """
 
 ServerMaker = Callable[..., PostgresServer]
-Some = Callable[[Sequence[str]], Sequence[str]]
 
 _numbers = itertools.count(1)
-
-# They share an Airflow and a browser. When outages change the machine's network, a browser gives up its requests.
-_ONE_AFTER_THE_OTHER = ("tests/airflow/", "tests/protocol/outages/")
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option by which the whole suite is run in less than an hour."""
-    parser.addoption("--thin", action="store_true", help="leave out the thorough, and of long tests most cases")
-
 
 _MEMORY = Path("/dev/shm")
 _ROOM_BYTES = 8 << 30
@@ -124,59 +115,6 @@ def pytest_configure(config: pytest.Config) -> None:
     psycopg.connect = connect_unharmed  # type: ignore[assignment]
 
 
-def _process_of(nodeid: str) -> str:
-    """What runs in the same process: the tests of a file, or of the folders above."""
-    return _ONE_AFTER_THE_OTHER[0] if nodeid.startswith(_ONE_AFTER_THE_OTHER) else nodeid.partition("::")[0]
-
-
-def _starts_much(item: pytest.Item) -> bool:
-    return any(map(item.get_closest_marker, ("spark", "airflow", "slow")))
-
-
-def _thin(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked as thorough, and of the cases of a test that starts much all but a third, or but a few.
-
-    What stays lies on diagonals, so that of two parameters both come with each of three values; and with each test on
-    another one, so that of cases that many tests have, as a mirror and a changelog, each stays of some.
-    """
-    left_out = {item for item in items if item.get_closest_marker("thorough")}
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if _starts_much(item) and item not in left_out:
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for name, of_one in cases.items():
-        step = 3 if len(of_one) <= 6 else 2 * ceil(len(of_one) / 4)  # even, so that of pairs not the same stay
-        kept = crc32(name.encode()) % min(step, len(of_one))
-        left_out |= {item for n, item in enumerate(of_one) if (n + n // step) % step != kept}
-    if left_out:
-        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-        items[:] = [item for item in items if item not in left_out]
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with what may take longest, so that no process ends long after the others."""
-    if config.getoption("thin"):
-        _thin(config, items)
-    longest: dict[str, float] = {}
-    for item in items:
-        limit = item.get_closest_marker("timeout")
-        group = _process_of(item.nodeid)
-        longest[group] = max(longest.get(group, 0), limit.args[0] if limit else 0)
-    items.sort(key=lambda item: -longest[_process_of(item.nodeid)])
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Part the tests among processes in the order above."""
-    from xdist.scheduler import LoadFileScheduling
-
-    class OneAfterTheOther(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return _process_of(nodeid)
-
-    return OneAfterTheOther(config, log) if config.getvalue("dist") == "loadfile" else None
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """See to it that Spark starts soon."""
     if item.get_closest_marker("spark"):
@@ -189,21 +127,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         print(f"\n{report.nodeid} failed ({report.when}):\n{report.longreprtext}", flush=True)
 
 
-@pytest.fixture
-def some(pytestconfig: pytest.Config) -> Some:
-    """What a test walks through: with ``--thin`` every third of it."""
-    return (lambda places: places[1::3]) if pytestconfig.getoption("thin") else (lambda places: places)
-
-
 @dataclass(frozen=True)
 class Databases:
     """The URIs of a test's two databases, as the superuser that a test's own statements need.
 
-    Pipelines run as :data:`PIPELINE_ROLE`, which may create a schema or a publication in both databases and owns what
-    the superuser creates, being a member of the role to which it is handed over: the set-up of ``docs/production.md``
-    in which a pipeline makes its own publication. With it, a publication of the administrator's, which would have to
-    be changed with every table that a test adds, is not needed in each test, and yet no privilege of a superuser is at
-    hand. What the role can do without, down to single grants, is the matter of ``test_privileges.py``.
+    Pipelines run as :data:`PIPELINE_ROLE`. It may create a schema or a publication in both databases, and owns what the
+    superuser creates, because it is a member of the new owner's role. This is the setup of ``docs/production.md`` in
+    which a pipeline creates its own publication: it has no privilege of a superuser, and no test needs an
+    administrator's publication. ``test_privileges.py`` shows which single grants suffice.
     """
 
     source: str
@@ -221,25 +152,32 @@ class Databases:
 
 
 def as_pipeline_role(dsn: str) -> str:
-    """A superuser's URI as one of the pipeline's role, on a server of the fixtures."""
+    """Return a superuser's URI with the pipeline's role in its place."""
     return dsn.replace("//postgres@", f"//{PIPELINE_ROLE}@")
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def jvm() -> Iterator[None]:
-    """The JVM of a module's sessions, with the jars that they ask for, ends with the module.
+    """End the JVM that the Spark sessions of all modules share: a new one costs ten seconds of a core."""
+    yield
+    end_jvm()
 
-    The Python that they chose must no longer be named by then, or commands that are started later would begin with it.
+
+@pytest.fixture(scope="module", autouse=True)
+def spark_environment() -> Iterator[None]:
+    """Check that a module leaves no other Spark to the next one.
+
+    If the Python that a session chose stayed in the environment, commands that are started later would run with it.
     """
     before = {name: os.environ.get(name) for name in python_for_spark()}
     yield
-    end_jvm()
+    reset_jvm()
     assert {name: os.environ.get(name) for name in before} == before
 
 
 @pytest.fixture(scope="session")
 def server_directory() -> Iterator[Path]:
-    """A directory that an unprivileged user can enter, which pytest's own are not."""
+    """Create a directory that an unprivileged user can enter; pytest's own directories are closed to others."""
     directory = Path(tempfile.mkdtemp(prefix="cdc-test-"))
     directory.chmod(0o755)
     yield directory
@@ -248,7 +186,7 @@ def server_directory() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def source_server(server_directory: Path) -> Iterator[PostgresServer]:
-    """The session's source: Postgres 16 with logical decoding."""
+    """Start the session's source: Postgres 16 with logical decoding."""
     with PostgresServer.create(server_directory / "source", settings=SESSION_SETTINGS) as server:
         create_roles(server)
         yield server
@@ -256,7 +194,7 @@ def source_server(server_directory: Path) -> Iterator[PostgresServer]:
 
 @pytest.fixture(scope="session")
 def target_server(server_directory: Path) -> Iterator[PostgresServer]:
-    """The session's target: Postgres 16."""
+    """Start the session's target: Postgres 16."""
     with PostgresServer.create(server_directory / "target", settings=SESSION_SETTINGS) as server:
         create_roles(server)
         yield server
@@ -264,7 +202,7 @@ def target_server(server_directory: Path) -> Iterator[PostgresServer]:
 
 @pytest.fixture(scope="session")
 def mariadb_server(server_directory: Path) -> Iterator[MariadbServer]:
-    """The session's other target: MariaDB of the system's package, or the MySQL that is named."""
+    """Start the session's other target: MariaDB from the system's package, or the MySQL named in the environment."""
     if MYSQL is None and shutil.which("mariadbd", path="/usr/sbin:/usr/bin") is None:
         pytest.skip("no MariaDB server package of the system")
     with MariadbServer.create(server_directory / "mariadb", MARIADB_SETTINGS, MYSQL) as server:
@@ -277,28 +215,37 @@ def mariadb_server(server_directory: Path) -> Iterator[MariadbServer]:
 
 @pytest.fixture(scope="session")
 def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HdfsCluster]:
-    """The session's HDFS."""
+    """Start the session's HDFS."""
     with HdfsCluster.started(tmp_path_factory.mktemp("hdfs")) as cluster:
         yield cluster
 
 
-@pytest.fixture(scope="module")
-def kafka(server_directory: Path) -> Iterator[KafkaServer]:
-    """A module's Kafka broker."""
-    with make_broker(server_directory / f"kafka{next(_numbers)}") as server:
+@pytest.fixture(scope="session")
+def kafka_server(server_directory: Path) -> Iterator[KafkaServer]:
+    """Start the Kafka broker of the process."""
+    with make_broker(server_directory / "kafka") as server:
         yield server
 
 
 @pytest.fixture(scope="module")
+def kafka(kafka_server: KafkaServer) -> Iterator[KafkaServer]:
+    """Return that broker, without topics, whatever the module before has done to it."""
+    kafka_server.start()
+    yield kafka_server
+    kafka_server.start()
+    clear(Cluster(kafka_server.brokers))
+
+
+@pytest.fixture(scope="session")
 def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A module's schema registry: its URL."""
+    """Start the schema registry of the process, and return its URL."""
     with registry_at(tmp_path_factory.mktemp("registry")) as url:
         yield url
 
 
 @pytest.fixture
 def mariadb(mariadb_server: MariadbServer) -> Iterator[MariadbServer]:
-    """That server, with no databases but its own; those that a test makes are dropped at the end."""
+    """Return that server; databases that the test creates are dropped at the end."""
     yield mariadb_server
     with closing(mariadb_server.connect()) as connection, connection.cursor() as cursor:
         cursor.execute("SET SESSION lock_wait_timeout = 20")
@@ -315,14 +262,17 @@ def mariadb(mariadb_server: MariadbServer) -> Iterator[MariadbServer]:
 
 @pytest.fixture
 def make_server(server_directory: Path) -> Iterator[ServerMaker]:
-    """Starts servers of the test's own; takes the arguments of ``PostgresServer.create`` but the directory."""
+    """Return a function that starts a server for this test.
+
+    It takes the arguments of ``PostgresServer.create``, without the directory.
+    """
     servers: list[PostgresServer] = []
 
     def make(
         version: str = "16", settings: Mapping[str, str] | None = None, binaries: Path | None = None
     ) -> PostgresServer:
         directory = server_directory / f"server{next(_numbers)}"
-        server = PostgresServer.create(directory, version, {"fsync": "off", **(settings or {})}, binaries)
+        server = PostgresServer.create(directory, version, {"fsync": "off", "jit": "off", **(settings or {})}, binaries)
         servers.append(server)
         server.start()
         create_roles(server)
@@ -335,7 +285,7 @@ def make_server(server_directory: Path) -> Iterator[ServerMaker]:
 
 @pytest.fixture(scope="session")
 def system_binaries() -> Path:
-    """The newest full Postgres of the system's packages, with the extensions and collations that the wheel lacks."""
+    """Return the newest Postgres of the system's packages, with the extensions and collations that the wheel lacks."""
     installed = Path("/usr/lib/postgresql").glob("*/bin/postgres")
     newest = max(installed, key=lambda path: int(path.parts[4]), default=None)
     if newest is None:
@@ -345,7 +295,7 @@ def system_binaries() -> Path:
 
 @pytest.fixture
 def databases(source_server: PostgresServer, target_server: PostgresServer) -> Iterator[Databases]:
-    """A fresh, empty pair of databases, dropped with the source's slots at the end."""
+    """Create an empty pair of databases, and drop it with the source's slots at the end."""
     name = f"t{os.getpid()}_{next(_numbers)}"
     for server in (source_server, target_server):
         create_database(server, name)

@@ -1,5 +1,5 @@
-"""The engine: everything that knows Postgres, Spark and the sinks.
+"""The engine: all code that deals with Postgres, Spark and the sinks.
 
-Nothing in here imports Airflow. It runs on Spark drivers and executors, where
-it arrives by ``--py-files``.
+No module of the engine imports Airflow. The engine runs on Spark drivers and executors, which receive it by
+``--py-files``.
 """

@@ -1,4 +1,4 @@
-"""The command line ``airflow-cdc``, where installed scripts look for it."""
+"""The entry point of the installed script ``airflow-cdc``."""
 
 from airflow_cdc_provider.engine.commands.cli import main
 

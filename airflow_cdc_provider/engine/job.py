@@ -1,4 +1,4 @@
-"""The script that ``spark-submit`` runs: the command line, inside a submitted Spark application."""
+"""The script that ``spark-submit`` runs: the command line inside a submitted Spark application."""
 
 import sys
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Starts Python without Spark's zip of PySpark on its path: see interpreter.py, which names both.
+# Starts Python without Spark's zip of PySpark on its path. spark/python_interpreter.py passes the names of both.
 set -f
 IFS=:
 kept=

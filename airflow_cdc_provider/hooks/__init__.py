@@ -1,1 +1,1 @@
-"""Connections, deployment and submission: how Airflow reaches a pipeline's servers and starts its Spark jobs."""
+"""Connections, deployment and submission: Airflow's access to a pipeline's servers and Spark jobs."""

@@ -1,9 +1,8 @@
-"""What the Airflow shells share: pipelines with Airflow's connections, and failures in Airflow's terms.
+"""The common base of the Airflow side: pipelines with Airflow's connections, and failures in Airflow's terms.
 
-A pipeline file may name Airflow connections. Only Airflow can resolve them, and
-only the worker talks to Airflow, so the file is read here with each connection
-as a variable ``AIRFLOW_CONN_<ID>``, and the same variables go to the Spark driver,
-which reads the file again without Airflow.
+A pipeline file may name Airflow connections. Only Airflow can resolve them, and only the worker has access to Airflow.
+Therefore this module reads the file with each connection as a variable ``AIRFLOW_CONN_<ID>``. The same variables are
+passed to the Spark driver, which reads the file again without Airflow.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from airflow_cdc_provider.remedy import in_airflow
 from airflow_cdc_provider.retry import CdcTaskFailed, CdcTaskRefused
 
 _log = logging.getLogger(__name__)
-# The types of connections of those sources and sinks that cannot do with any other.
+# The types of connections that these sources and sinks require.
 _TYPES = {"postgres": POSTGRES_TYPES, "mysql": ("mysql", "mariadb")}
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
 @dataclass(frozen=True)
 class LoadedPipeline:
-    """A pipeline whose connections Airflow resolved.
+    """A pipeline whose connections Airflow has resolved.
 
-    :param path: the file, absolute.
-    :param environment: variables with which another process reads the same pipeline from the file.
+    :param path: absolute path of the file.
+    :param environment: variables that another process needs to read the same pipeline from the file.
     """
 
     path: Path
@@ -46,8 +45,8 @@ class LoadedPipeline:
 def load_pipeline(path: str | os.PathLike[str]) -> LoadedPipeline:
     """Read a pipeline file with the connections of Airflow.
 
-    :param path: a pipeline file.
-    :raises ConfigError: when the file is wrong or names a connection that does not exist.
+    :param path: path of a pipeline file.
+    :raises ConfigError: if the file is invalid, or names a connection that does not exist.
     """
     file = Path(path).absolute()
     environment: dict[str, str] = {}
@@ -55,11 +54,11 @@ def load_pipeline(path: str | os.PathLike[str]) -> LoadedPipeline:
         text = file.read_text(encoding="utf-8")
         document = yaml.safe_load(text)
     except Exception:
-        pass  # Pipeline.load says what is wrong with the file
+        pass  # Pipeline.load reports the problem of the file
     else:
         environment |= {name: os.environ[name] for name in _VARIABLE.findall(text) if name in os.environ}
         for key, conn_id, kind in _connection_ids(document, environment):
-            if "@" in conn_id:  # an address, with a password maybe: Airflow's errors would show it
+            if "@" in conn_id:  # an address that may have a password, which Airflow's errors would show
                 continue
             environment[f"AIRFLOW_CONN_{conn_id.upper()}"] = _resolve(key, conn_id, kind)
     pipeline = Pipeline.load(file, environment)
@@ -69,7 +68,7 @@ def load_pipeline(path: str | os.PathLike[str]) -> LoadedPipeline:
 
 
 def failure(message: str, solution: str, retry: str, kind: str = "CdcError") -> CdcTaskFailed | CdcTaskRefused:
-    """The exception that makes Airflow retry a task or not, as an error of the engine asks.
+    """Return the exception that makes Airflow retry a task or not, according to the engine's retry directive.
 
     :param retry: a value of :class:`~airflow_cdc_provider.engine.core.errors.Retry`.
     :param kind: the name of the engine's error.
@@ -83,21 +82,21 @@ def failure(message: str, solution: str, retry: str, kind: str = "CdcError") -> 
 def airflow_failures(path: str = "", part: str = "", *, ends_run: bool = True) -> Iterator[None]:
     """Turn errors of the engine into failures of the task, with the solution in the text.
 
-    :param path: the pipeline file, to leave errors in the pipeline's state, too, for the page CDC; none by default.
-    :param part: what has failed.
-    :param ends_run: whether nothing of the run follows, so that the pipeline has to be looked at.
+    :param path: the pipeline file; if given, errors are also written into the pipeline's state for the page CDC.
+    :param part: the part or command that runs in the block.
+    :param ends_run: whether an error ends the run, so that the pipeline needs attention.
     """
     try:
         yield
     except CdcError as e:
         if path:
             _leave(path, part, e, ends_run)
-        # With the engine's own traceback, as the only one: Airflow shows all that are chained.
+        # Use only the engine's own traceback, because Airflow shows all chained ones.
         raise failure(e.message, e.solution, e.retry.value, e.kind).with_traceback(e.__traceback__) from None
 
 
 def _leave(path: str, part: str, error: CdcError, ends_run: bool) -> None:
-    """Leave an error in a pipeline's state, unless it is there, or the state is that of another run."""
+    """Write an error into a pipeline's state, unless it is already there, or the state belongs to another run."""
     if isinstance(error, SecondWriter | Fenced) or error.noted:
         return
     try:
@@ -106,7 +105,7 @@ def _leave(path: str, part: str, error: CdcError, ends_run: bool) -> None:
         from airflow_cdc_provider.engine.state.heartbeat import read_heartbeats
         from airflow_cdc_provider.engine.state.location import refuse_others
 
-        outline = Pipeline.outline(path)  # the connections may be what is wrong
+        outline = Pipeline.outline(path)  # without connections, which may be the cause of the error
         if not _VARIABLE.search(outline.state):
             state = State(outline.state)
             refuse_others(state, outline.name)
@@ -114,12 +113,12 @@ def _leave(path: str, part: str, error: CdcError, ends_run: bool) -> None:
             if last is None or (last["kind"], last["message"]) != (error.kind, error.message):
                 alone = not any(beat.alive for beat in read_heartbeats(state))
                 (record_error if ends_run and alone else note_error)(state, part, error)
-    except Exception as e:  # whatever a file system of fsspec raises: the task's own error says more
-        _log.info("The error is not left in the pipeline's state: %s", e)
+    except Exception as e:  # any error of a file system of fsspec; the task's own error is more useful
+        _log.info("The error could not be written into the pipeline's state: %s", e)
 
 
 def _connection_ids(document: object, environment: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Each ``conn_id`` of source and sinks with its key and the section's ``type``, variables in it expanded."""
+    """Yield each ``conn_id`` of source and sinks with its key and the section's ``type``; variables are expanded."""
     if not isinstance(document, dict):
         return
     sinks = document.get("sink")
@@ -135,7 +134,7 @@ def _connection_ids(document: object, environment: Mapping[str, str]) -> Iterato
 def _resolve(key: str, conn_id: str, kind: str) -> str:
     """Return the value of a connection's variable.
 
-    :param kind: of the source or sink; what it does not tell of its connection is left to the engine to judge.
+    :param kind: the kind of the source or sink; only for some kinds the type of the connection is checked here.
     """
     connection = find_connection(conn_id, key)
     if kind in _TYPES:

@@ -1,9 +1,10 @@
-"""The keeper of a Spark job: a process of its own that outlives the task which has submitted the job.
+"""The keeper of a Spark job: a separate process that outlives the task that has submitted the job.
 
-``python -m airflow_cdc_provider.hooks.keeper`` reads an :class:`Assignment` from standard input, starts spark-submit,
-keeps its output, stops it when that is asked for in the pipeline's state, and writes there how it ended. It imports
-neither Airflow nor Spark. When it is killed, the job's process group ends. A driver on a cluster does not belong to
-that: it obeys the state by itself, and what it says there of itself, or its silence, is its end.
+``python -m airflow_cdc_provider.hooks.keeper`` reads an :class:`Assignment` from standard input, starts spark-submit
+and stores its output. It stops spark-submit if the pipeline's state has a request to stop, and records the end of the
+job in the state. It imports neither Airflow nor Spark. When the keeper is killed, the job's process group ends. A
+driver on a cluster does not belong to that group: it reads requests from the state itself. It has ended when it has
+recorded its end in the state, or has become silent.
 """
 
 from __future__ import annotations
@@ -36,35 +37,35 @@ from airflow_cdc_provider.engine.state.heartbeat import STALE_SECONDS, Owner, re
 from airflow_cdc_provider.engine.state.private_files import make_folder, open_file
 from airflow_cdc_provider.hooks.process_group import ProcessGroup
 
-# A user's mark-failed has stopped everything ten seconds later; Airflow takes some of them to tell.
+# After a user marks a task as failed, everything has stopped within ten seconds; Airflow's delay is included.
 POLL_SECONDS = 0.5
 DRIVER_SECONDS = 4.0
 GROUP_SECONDS = 1.0
 
 LOG_BYTES = 5 << 20
-"""Size of a job's log; as much of what came before is kept beside it."""
+"""Size of a job's log in bytes; one earlier log of that size is kept, too."""
 LOGS = 20
-"""Logs of a pipeline that are kept."""
+"""Number of logs of a pipeline that are kept."""
 LINE_CHARACTERS = 8192
-"""A longer line of a job's output is kept in pieces."""
+"""Maximum length of a line of a job's output; longer lines are split."""
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
 TAIL_LINES, TAIL_CHARACTERS = 40, 16384
-"""So much of the end of the output is told of a job that has left no word itself."""
+"""Limits of the output's end that is reported for a job that has not recorded a result itself."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a keeper is told.
+    """The input of a keeper.
 
     :param state: URL of the pipeline's state.
     :param submission: id of the job's submission, whose file exists.
     :param command: spark-submit with its arguments.
-    :param environment: of the command.
+    :param environment: the environment of the command.
     :param application: the argument that is the driver's script.
     :param cluster: whether the driver runs on a cluster.
     :param directory: the job's working directory, which is removed at the end.
     :param log: path of the file for the job's output.
-    :param secrets: what must not stand in it.
+    :param secrets: texts that the file must not have.
     """
 
     state: str
@@ -79,15 +80,15 @@ class Assignment:
 
 
 def start_keeper(assignment: Assignment, environment: dict[str, str]) -> None:
-    """Start a keeper in a session of its own.
+    """Start a keeper in a new session.
 
-    :param environment: of the keeper.
+    :param environment: the environment of the keeper.
     """
     log = Path(assignment.log)
     make_folder(log.parent, log.parent.parent)
     with open(log, "ab", opener=open_file) as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__, assignment.submission],  # the id is for people who look at processes
+            [sys.executable, "-m", __name__, assignment.submission],  # the id helps people who list processes
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=errors,
@@ -98,20 +99,22 @@ def start_keeper(assignment: Assignment, environment: dict[str, str]) -> None:
     assert process.stdin is not None
     with process.stdin:
         process.stdin.write(json.dumps(asdict(assignment)).encode())
-    # Nobody of this process will wait for it, nor be told that nobody did.
+    # This process will not wait for the keeper; setting a return code avoids the warning about that.
     process.returncode = 0
 
 
 def keep(assignment: Assignment, asked: threading.Event) -> None:
     """Run a job from its start to its last process.
 
-    :param asked: set when this process is to end.
+    :param asked: set when this process is asked to end.
     """
     state, id_ = State(assignment.state), assignment.submission
     hosts = [] if assignment.cluster else hosts_of(assignment)
-    if not submission.insist(lambda: register(state, id_, hosts)):
+    if not submission.retry_until_success(lambda: register(state, id_, hosts)):
         return
-    output = Output(Path(assignment.log), assignment.secrets, submission.insist(lambda: submission.unended(state)))
+    output = Output(
+        Path(assignment.log), assignment.secrets, submission.retry_until_success(lambda: submission.unended(state))
+    )
     ours = {submission.VARIABLE: id_, submission.STATE_VARIABLE: state.url}
     code: int | None = None
     if not wants_end(state, id_, asked):
@@ -135,17 +138,19 @@ def keep(assignment: Assignment, asked: threading.Event) -> None:
                     job.wait(POLL_SECONDS)
             code = job.wait()
             if not assignment.cluster and not wants_end(state, id_, asked):
-                group.await_end(DRIVER_SECONDS)  # a driver that has lost its JVM says so
+                group.await_end(DRIVER_SECONDS)  # a driver that has lost its JVM records that
         output.finish()
         if assignment.cluster and code is not None and not await_silence(state, id_, asked):
             return
-    submission.insist(lambda: submission.end(state, id_, exit_code=code, error=failure_of(code, output.tail)))
+    submission.retry_until_success(
+        lambda: submission.end(state, id_, exit_code=code, error=job_failure(code, output.tail))
+    )
 
 
 def await_silence(state: State, id_: str, asked: threading.Event) -> bool:
-    """Wait until a driver on a cluster has said how it ended, or says nothing any more: then it is asked to end.
+    """Wait until a driver on a cluster has recorded its end, or is silent; a silent driver is asked to stop.
 
-    :returns: ``False`` if this process was to end first.
+    :returns: ``False`` if this process was asked to end first.
     """
     heard, since = None, time.monotonic()
     while time.monotonic() - since < STALE_SECONDS:
@@ -158,16 +163,16 @@ def await_silence(state: State, id_: str, asked: threading.Event) -> bool:
                 beat = announcement_of(state, id_)
             if beat is not None and beat.at != heard:
                 heard, since = beat.at, time.monotonic()
-        except StateUnwritable:  # what cannot be heard is no silence
+        except StateUnwritable:  # an unreadable state does not mean that the driver is silent
             since = time.monotonic()
         if asked.wait(POLL_SECONDS):
             return False
-    submission.insist(lambda: submission.ask_to_stop(state, id_, submission.Asker.WATCHER))
+    submission.retry_until_success(lambda: submission.ask_to_stop(state, id_, submission.Asker.WATCHER))
     return True
 
 
 def hosts_of(assignment: Assignment) -> list[str]:
-    """Return by what names and addresses a driver on this host may say that its web UI is to be reached."""
+    """Return the names and addresses under which a driver on this host may report its web UI."""
     names = {"localhost", socket.gethostname(), socket.getfqdn()}
     for addresses in psutil.net_if_addrs().values():
         names |= {each.address.partition("%")[0] for each in addresses if each.family in _INTERNET}
@@ -178,9 +183,10 @@ def hosts_of(assignment: Assignment) -> list[str]:
 
 
 def register(state: State, id_: str, hosts: list[str]) -> bool:
-    """Write that this process keeps the job; ``False`` if it was given up before it began.
+    """Record this process as the keeper of the job.
 
-    :param hosts: where the job's web UI may be.
+    :param hosts: names and addresses at which the job's web UI may be.
+    :returns: ``False`` if the job was given up before it began.
     """
     found = submission.read(state, id_)
     if found is None or found.ended_at is not None:
@@ -190,7 +196,7 @@ def register(state: State, id_: str, hosts: list[str]) -> bool:
 
 
 def wants_end(state: State, id_: str, asked: threading.Event) -> bool:
-    """Whether the job has to end soon; a user who asks it to stop leaves that to the job."""
+    """Return whether the job must end soon; a user's request to stop is left to the job itself."""
     if asked.is_set():
         return True
     with contextlib.suppress(StateUnwritable):
@@ -199,8 +205,8 @@ def wants_end(state: State, id_: str, asked: threading.Event) -> bool:
 
 
 def end_group(group: ProcessGroup, application: str) -> None:
-    """Ask the driver to end after its unit; after some seconds end all."""
-    # The driver alone at first: without the JVM it could not finish anything.
+    """Ask the driver to end after its unit, and end all processes after some seconds."""
+    # First ask only the driver, because it could not finish its unit without the JVM.
     asked = False
     for process in group.members():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -211,10 +217,11 @@ def end_group(group: ProcessGroup, application: str) -> None:
         group.end(GROUP_SECONDS)
 
 
-def failure_of(code: int | None, tail: str) -> dict[str, str]:
-    """What is said of a job that has left no word itself.
+def job_failure(code: int | None, tail: str) -> dict[str, str]:
+    """Return the error of a job that has not recorded a result itself.
 
-    :param code: the exit code of spark-submit, which is the engine's if that came so far; ``None`` if it never began.
+    :param code: the exit code of spark-submit, which is the engine's if the engine has run; ``None`` if the job never
+        began.
     :param tail: the end of its output.
     """
     wrong = code in (ExitCode.INVALID, ExitCode.REFUSED)
@@ -224,7 +231,7 @@ def failure_of(code: int | None, tail: str) -> dict[str, str]:
     return {
         "kind": "StreamFailed",
         "message": message,
-        "solution": ("See its log." if values_hidden() else tail) or "It has left no output.",
+        "solution": ("See its log." if values_hidden() else tail) or "The job has written no output.",
         "retry": (Retry.FAIL if wrong else Retry.RETRY).value,
     }
 
@@ -236,10 +243,10 @@ class _PrivateFile(RotatingFileHandler):
 
 
 class Output:
-    """The output of a job: masked, in a file of bounded size.
+    """The output of a job, with secrets masked, in a file of limited size.
 
-    :param path: of the file; other logs beside it are removed when there are too many.
-    :param unended: ids of the submissions whose logs are not.
+    :param path: path of the file; older logs in its folder are removed if there are too many.
+    :param unended: ids of the submissions whose logs are not removed.
     """
 
     def __init__(self, path: Path, secrets: Sequence[str], unended: Collection[str] = ()) -> None:
@@ -247,7 +254,7 @@ class Output:
             if not old.name.startswith(tuple(unended)):
                 old.unlink(missing_ok=True)
         self._secrets = sorted(secrets, key=len, reverse=True)
-        # As much of a secret may stand at the end of a piece without being known for one.
+        # A part of a secret of this length may be at the end of a piece without being recognized.
         self._seam = max(map(len, secrets), default=1) - 1
         self._lines: deque[str] = deque(maxlen=TAIL_LINES)
         self._file = _PrivateFile(path, maxBytes=LOG_BYTES, backupCount=1, encoding="utf-8", errors="replace")
@@ -255,17 +262,17 @@ class Output:
 
     @property
     def tail(self) -> str:
-        """Its last lines."""
+        """Return the last lines of the output."""
         return "\n".join(self._lines)[-TAIL_CHARACTERS:]
 
     def begin(self, stream: IO[str] | None) -> None:
-        """Read a stream to its end, in a thread: a job whose output nobody reads stands still."""
+        """Read a stream to its end in a thread, because a job blocks if its output is not read."""
         assert stream is not None
         self._thread = threading.Thread(target=self._drain, args=[stream], name="output", daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait for the rest, and close the file."""
+        """Wait for the rest of the output, and close the file."""
         if self._thread is not None:
             self._thread.join(DRIVER_SECONDS)
         self._file.close()
@@ -293,7 +300,7 @@ class Output:
 
 
 def main() -> None:
-    """Read the assignment and carry it out."""
+    """Read the assignment and execute it."""
     assignment = Assignment(**json.load(sys.stdin))
     asked = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,7 +1,7 @@
-"""Metrics of slots and pipelines through Airflow's own stats: StatsD, Datadog or OpenTelemetry, as Airflow is set up.
+"""Sends metrics of slots and pipelines through Airflow's own stats: StatsD, Datadog or OpenTelemetry.
 
-Each is sent under its name with the slot or the pipeline as a tag, and, while ``[metrics] legacy_names_on`` is set,
-also with it as a part of the name, as Airflow does for its own: plain StatsD has no tags.
+Each metric is sent under its name, with the slot or the pipeline as a tag. If ``[metrics] legacy_names_on`` is set, it
+is also sent with the slot or the pipeline as part of the name, as Airflow does, because plain StatsD has no tags.
 """
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ _PIPELINE_GAUGES = {
     "batch_seconds": "batch_seconds",
     "acknowledgement_seconds": "acknowledgement_age",
 }
-"""What a job's progress says, and the metric's name after ``cdc.pipeline.``."""
+"""Metric names, without the prefix ``cdc.pipeline.``, by the name in a job's progress."""
 
 
 class SlotMetrics:
-    """Metrics of all lasting slots of a server.
+    """Metrics of all permanent slots of a server.
 
-    * ``cdc.slot.retained_bytes``: log that the server keeps for the slot.
-    * ``cdc.slot.lag_bytes``: log that nobody has acknowledged.
-    * ``cdc.slot.acknowledgement_age``: seconds since an acknowledgement was seen, while some log is not acknowledged.
+    * ``cdc.slot.retained_bytes``: bytes of log that the server retains for the slot.
+    * ``cdc.slot.lag_bytes``: bytes of log that have not been acknowledged.
+    * ``cdc.slot.acknowledgement_age``: seconds since the last acknowledgement was seen; 0 if everything is
+      acknowledged.
 
-    :param dsn: of the server, which becomes the tag ``server``, such as ``db_5432``.
+    :param dsn: the DSN of the server, which becomes the tag ``server``, such as ``db_5432``.
     """
 
     def __init__(self, dsn: str) -> None:
         from airflow_cdc_provider.engine.postgres.connection import describe
 
-        # StatsD ends a name at a colon.
+        # In StatsD, a colon ends a name.
         self._server = _stats().normalize_name_for_stats(describe(dsn).partition("/")[0], log_warning=False)
         self._acknowledged: dict[str, tuple[int, float]] = {}
 
     def report(self, slots: Slots) -> None:
-        """Send what was seen."""
+        """Send the metrics of the observed slots."""
         now = time.monotonic()
         for name, state in slots.states.items():
             if state.temporary:
@@ -65,13 +66,13 @@ class SlotMetrics:
 
 
 def report_pipeline(pipeline: str, progress: Mapping[str, Any]) -> None:
-    """Send what a job's progress says of a pipeline; what it does not say is left out.
+    """Send the metrics of a pipeline from a job's progress, if it has them.
 
     Gauges: ``cdc.pipeline.lag_bytes``, ``lag_messages``, ``lag_seconds``, ``rows_per_second``, ``chunks``,
     ``chunks_finished``, ``batch_seconds``, ``acknowledgement_age`` and ``retained_bytes``.
 
-    :param pipeline: its name, which becomes the tag ``pipeline``.
-    :param progress: as a heartbeat has it.
+    :param pipeline: the pipeline's name, which becomes the tag ``pipeline``.
+    :param progress: the progress in a heartbeat.
     """
     values = {metric: progress.get(key) for key, metric in _PIPELINE_GAUGES.items()}
     values["retained_bytes"] = (progress.get("slot") or {}).get("retained_bytes")
@@ -88,7 +89,7 @@ def _gauge(name: str, value: float, of: str, tags: dict[str, str]) -> None:
 
 @cache
 def _stats() -> ModuleType:
-    """Airflow's stats, set up: a triggerer sets up only a copy of the module that is Airflow's own."""
+    """Return Airflow's stats, initialized, because a triggerer initializes only another copy of the module."""
     from airflow.sdk.observability import stats
     from airflow.sdk.observability.metrics.stats_utils import get_stats_factory
 

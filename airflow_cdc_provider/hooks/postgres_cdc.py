@@ -1,4 +1,4 @@
-"""The connection type ``postgres_cdc``: a Postgres server, the source of a pipeline or its target."""
+"""The connection type ``postgres_cdc``: a Postgres server that is the source or the target of a pipeline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 POSTGRES_TYPES = ("postgres_cdc", "postgres")
 
-# Fields of the connection itself, and a mode that ordinary sessions must not be in.
+# Fields of the connection itself, and a mode that ordinary sessions must not use.
 _NOT_FROM_EXTRA = {"user", "password", "host", "port", "dbname", "replication"}
 
 
@@ -40,23 +40,25 @@ class PostgresCdcHook(BaseHook):
         self.postgres_cdc_conn_id = postgres_cdc_conn_id
 
     def get_uri(self) -> str:
-        """The connection as a libpq URI.
+        """Return the connection as a libpq URI.
 
-        :raises ConfigError: when the connection does not exist or is of another type.
+        :raises ConfigError: if the connection does not exist, or has another type.
         """
         return postgres_uri(self._connection())
 
     def get_conn(self) -> Any:
-        """An autocommitting connection with the session settings of the engine."""
+        """Open an autocommit connection with the session settings of the engine."""
         from airflow_cdc_provider.engine.postgres.connection import connect
 
         return connect(self.get_uri(), settings={"lock_timeout": "0"}, writes=True)
 
     def test_connection(self) -> tuple[bool, str]:
-        """Whether the server can be what the extra field ``use`` says, and a sentence a check, failures first.
+        """Check whether the server can be used as the extra field ``use`` states, without changing anything.
 
-        Nothing is changed. ``use`` is ``source`` or ``target``; of a source the extra fields ``slot`` and
-        ``publication`` name what a pipeline is to use.
+        ``use`` is ``source`` or ``target``; for a source, the extra fields ``slot`` and ``publication`` name the slot
+        and the publication that a pipeline will use.
+
+        :returns: whether all checks passed, and one sentence for each check, failures first.
         """
         try:
             findings = _check(self._connection())
@@ -83,17 +85,17 @@ def _check(connection: Connection) -> list[Finding]:
 
 
 def require_type(connection: Connection, types: Sequence[str], wanted_by: str = "") -> None:
-    """Refuse a connection of another type than is needed.
+    """Refuse a connection that has the wrong type.
 
-    :param types: those that will do, the one to recommend first.
-    :param wanted_by: what names the connection, for the message.
-    :raises ConfigError: when it is of another type.
+    :param types: the accepted types, the recommended one first.
+    :param wanted_by: the key or parameter that names the connection, for the message.
+    :raises ConfigError: if it has another type.
     """
     if connection.conn_type in types:
         return
     named = f", named by {wanted_by}," if wanted_by else ""
     why = (
-        "Airflow's command line stores `generic` for a type that no installed package brings. "
+        "Airflow's command line stores `generic` for a type that no installed package provides. "
         if connection.conn_type == "generic"
         else ""
     )
@@ -101,16 +103,16 @@ def require_type(connection: Connection, types: Sequence[str], wanted_by: str = 
     raise ConfigError(
         f"the Airflow connection {connection.conn_id!r}{named} is of type {connection.conn_type!r},"
         f" not {' or '.join(types)}",
-        f"{why}Choose another type in Admin > Connections; or run `airflow connections delete {connection.conn_id}`,"
-        f" then `airflow connections add {connection.conn_id} --conn-uri {uri}`.",
+        f"{why}Choose another type in Admin > Connections, or run `airflow connections delete {connection.conn_id}`"
+        f" and `airflow connections add {connection.conn_id} --conn-uri {uri}`.",
     )
 
 
 def find_connection(conn_id: str, wanted_by: str = "") -> Connection:
     """Return a connection of Airflow.
 
-    :param wanted_by: what names the connection, for the message.
-    :raises ConfigError: when it does not exist.
+    :param wanted_by: the key or parameter that names the connection, for the message.
+    :raises ConfigError: if it does not exist.
     """
     try:
         return BaseHook.get_connection(conn_id)
@@ -124,7 +126,7 @@ def find_connection(conn_id: str, wanted_by: str = "") -> Connection:
 
 
 def postgres_uri(connection: Connection) -> str:
-    """A libpq URI, without those extras that steer Airflow's own hooks and that libpq would refuse."""
+    """Return a libpq URI without the extras for Airflow's own hooks, which libpq would refuse."""
     from psycopg.pq import Conninfo
 
     known = {option.keyword.decode() for option in Conninfo.get_defaults()} - _NOT_FROM_EXTRA
@@ -132,7 +134,7 @@ def postgres_uri(connection: Connection) -> str:
         key: str(value) for key, value in connection.extra_dejson.items() if key in known and value not in (None, "")
     }
     host = connection.host or ""
-    if host.startswith("/"):  # the directory of a Unix socket cannot stand where a URI has its host
+    if host.startswith("/"):  # the directory of a Unix socket cannot be the host of a URI
         host, extra["host"] = "", host
     return connection_uri(
         json.dumps(
@@ -149,7 +151,7 @@ def postgres_uri(connection: Connection) -> str:
 
 
 def sentence(message: str) -> str:
-    """A message with the full stop that errors of the engine leave out."""
+    """Return a message with a period, which errors of the engine omit."""
     return message if message.endswith((".", "!", "?")) else f"{message}."
 
 

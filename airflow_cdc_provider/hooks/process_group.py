@@ -1,9 +1,8 @@
-"""A group of processes that ends as a whole, also when its owner is killed.
+"""A group of processes that ends as a whole, even if its owner is killed.
 
-A Spark job in client mode is a shell, a JVM, a Python driver and Python workers.
-Killing only the JVM leaves the driver behind, which goes on writing. The group's
-leader is a guard: a shell that waits on a pipe from us and ends the group when
-the pipe closes, which it does however we die.
+A Spark job in client mode consists of a shell, a JVM, a Python driver and Python workers. If only the JVM is killed,
+the driver remains and continues to write. The group's leader is a guard: a shell that waits on a pipe from the owner.
+The pipe closes however the owner ends, and the guard then ends the group.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ import psutil
 
 from airflow_cdc_provider.engine.core.waiting import await_condition
 
-# The guard ignores the signals that end the others, and goes last with the KILL to its own group.
+# The guard ignores the signals that end the other processes, and is ended last by the KILL to its own group.
 _GUARD = 'trap \'\' TERM INT HUP; read -r line; kill -TERM 0; sleep 3; [ -z "$1" ] || rm -rf -- "$1"; kill -KILL 0'
 _POLL_SECONDS = 0.05
 
 
 class ProcessGroup:
-    """A process group of its own; a context manager at whose end no member lives.
+    """A new process group, as a context manager; no member is alive after the block.
 
     Start members with ``Popen(..., process_group=group.id)``.
 
-    :param directory: what is removed with the group if its owner is killed.
+    :param directory: a directory that is removed with the group if the owner is killed.
     """
 
     def __init__(self, directory: str = "") -> None:
@@ -43,11 +42,11 @@ class ProcessGroup:
 
     @property
     def id(self) -> int:
-        """The group's id, which no other group can take before the end of the block."""
+        """Return the group's id, which no other group can get before the end of the block."""
         return self._guard.pid
 
     def members(self) -> set[psutil.Process]:
-        """The living processes of the group and their descendants, some of which found groups of their own."""
+        """Return the living processes of the group and their descendants, which may be in other groups."""
         members = set()
         for process in psutil.process_iter():
             with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
@@ -56,11 +55,11 @@ class ProcessGroup:
         return {process for process in members if _lives(process)}
 
     def await_end(self, seconds: float) -> bool:
-        """Wait for the members to end by themselves; whether they did."""
+        """Wait for the members to end, and return whether they did in time."""
         return _await_end(self.members(), seconds)
 
     def end(self, grace: float) -> None:
-        """Send SIGTERM to the group, and SIGKILL to what lives after ``grace`` seconds."""
+        """Send SIGTERM to the group, and SIGKILL to processes that are still alive after ``grace`` seconds."""
         members = self.members()
         if not members:
             return
@@ -90,7 +89,7 @@ class ProcessGroup:
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Whether the process runs; one that ended and waits to be reaped by its parent does not."""
+    """Return whether the process runs; a process that has ended and waits to be reaped does not."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -98,5 +97,5 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _await_end(processes: set[psutil.Process], seconds: float) -> bool:
-    # psutil's own wait would reap children of ours and so take their exit code from Popen.
+    # psutil's own wait would reap children of this process, so that Popen could not get their exit code.
     return await_condition(lambda: not any(map(_lives, processes)), seconds, _POLL_SECONDS)

@@ -9,7 +9,7 @@ from airflow_cdc_provider.engine.core.text_output import human_bytes
 
 
 def progress_line(progress: Mapping[str, Any]) -> str:
-    """One line of what a job's heartbeat says; what is not known yet is left out."""
+    """Return the progress of a job's heartbeat as one line, without values that are not known yet."""
     parts = []
     if "restart" in progress:
         restart = progress["restart"]

@@ -1,8 +1,8 @@
-"""Submitting a Spark job of the engine, so that it outlives the task that does it.
+"""Submits a Spark job of the engine, so that it outlives the task that submits it.
 
-The command is that of the Spark provider. Added is what it lacks: an unknown connection is an error, ``spark-submit``
-is found where pyspark was installed, secrets go through the environment whatever the master, a standalone cluster runs
-the driver as well (:mod:`.deployment`), and a keeper of its own stays with the job (:mod:`.keeper`).
+The command is that of the Spark provider, with these additions: an unknown connection is an error, ``spark-submit`` is
+also found in an installed pyspark, secrets are passed by the environment for every master, a standalone cluster can run
+the driver (:mod:`.deployment`), and a keeper process watches the job (:mod:`.keeper`).
 """
 
 from __future__ import annotations
@@ -40,23 +40,24 @@ from airflow_cdc_provider.hooks.postgres_cdc import find_connection
 PACKAGE = Path(airflow_cdc_provider.__file__).parent
 ENGINE_JOB = PACKAGE / "engine" / "job.py"
 
-# All that the job prints is kept, and Spark's own chatter would bury it.
+# All output of the job is kept, and Spark's own messages would hide it.
 _QUIET = {"spark.log.level": "WARN"}
-# So long a value may be a word such as "true", of an option that is only named like a secret: it stands in each line.
+# A value up to this length may be a word such as "true" of an option whose name only looks like a secret's. Such words
+# are not masked, because they may occur in every line.
 _WORD = 5
 
-# Configuration and connections of Airflow, which the job has no use for and must not be able to leak.
+# Configuration and connections of Airflow, which the job does not need and must not be able to leak.
 _AIRFLOW_PREFIXES = ("AIRFLOW__", "AIRFLOW_CONN_", "AIRFLOW_VAR_", "__AIRFLOW", "_AIRFLOW")
 
 
 class SparkJobHook(SparkSubmitHook):
     """A job of a pipeline on the Spark of a connection.
 
-    :param conn_id: a Spark connection; its master wins over any other.
+    :param conn_id: a Spark connection; its master overrides any other.
     :param loaded: the pipeline.
     :param name: the application's name.
-    :param conf: Spark configuration, over that of the pipeline.
-    :raises SparkUnusable: when the connection asks for what cannot be had.
+    :param conf: Spark configuration that overrides that of the pipeline.
+    :raises SparkUnusable: if settings of the connection cannot be used.
     """
 
     def __init__(self, conn_id: str, *, loaded: LoadedPipeline, name: str, conf: Mapping[str, str]) -> None:
@@ -70,9 +71,9 @@ class SparkJobHook(SparkSubmitHook):
                 spark_binary=binary,
                 deploy_mode=connection.extra_dejson.get("deploy-mode") or "client",
             )
-        except NameError as e:  # the Spark provider asks in vain whether the other is there
+        except NameError as e:  # the Spark provider uses the other one without checking that it is installed
             raise SparkUnusable(
-                "Airflow's Spark provider submits to Kubernetes only beside the provider for Kubernetes",
+                "Airflow's Spark provider submits to Kubernetes only if the provider for Kubernetes is installed",
                 "Install apache-airflow-providers-cncf-kubernetes where Airflow's workers run.",
             ) from e
         master = self._connection["master"]
@@ -84,7 +85,7 @@ class SparkJobHook(SparkSubmitHook):
         self._loaded = loaded
 
     def start(self, submission: Submission) -> None:
-        """Write the submission to the state, and start its job; returns at once."""
+        """Write the submission to the state, and start its job without waiting for it."""
         pipeline, cluster = self._loaded.pipeline, self._deployment.cluster
         state = State(pipeline.state)
         directory = Path(tempfile.mkdtemp(prefix="airflow-cdc-"))
@@ -113,7 +114,7 @@ class SparkJobHook(SparkSubmitHook):
             raise
 
     def _command(self, submission: Submission, state: State, directory: Path) -> list[str]:
-        """spark-submit with its arguments, and what these name put where the driver finds it."""
+        """Return spark-submit with its arguments, and put the files that these name where the driver finds them."""
         engine = pack_engine(directory)
         if self._deployment.standalone:
             jar, script = put_engine(state, engine)
@@ -127,7 +128,7 @@ class SparkJobHook(SparkSubmitHook):
         self._py_files = str(engine)
         self._application_args = submission.command
         binary, *arguments = self._build_spark_submit_command(str(ENGINE_JOB))
-        defaults = ["--load-spark-defaults"] if self._secrets else []  # a file of properties would replace them
+        defaults = ["--load-spark-defaults"] if self._secrets else []  # a properties file would replace the defaults
         return [binary, *defaults, *arguments]
 
     def _given_environment(self) -> dict[str, str]:
@@ -145,20 +146,20 @@ class SparkJobHook(SparkSubmitHook):
 
 
 def log_folder() -> Path:
-    """Where keepers leave the output of jobs, below Airflow's own logs."""
+    """Return the folder for the output of jobs, below Airflow's own logs."""
     return Path(airflow_conf.get("logging", "base_log_folder")) / "airflow_cdc_jobs"
 
 
 def find_spark_submit(name: str = DEFAULT_SPARK_BINARY) -> tuple[str, Path | None]:
-    """The path of spark-submit, and the Spark home that it needs to be told.
+    """Return the path of spark-submit, and the Spark home if it must be set.
 
-    :param name: one of the names that the Spark provider allows; on PATH, or that of the installed pyspark.
-    :raises SparkUnusable: when there is none.
+    :param name: a name that the Spark provider allows; it is searched on PATH and in the installed pyspark.
+    :raises SparkUnusable: if it is not found.
     """
     if name not in ALLOWED_SPARK_BINARIES:
         raise SparkUnusable(
-            f"the Spark connection names {name!r} as its spark-binary",
-            f"Name one of {', '.join(ALLOWED_SPARK_BINARIES)} there.",
+            f"the Spark connection has the spark-binary {name!r}",
+            f"Set it to one of {', '.join(ALLOWED_SPARK_BINARIES)}.",
         )
     found = shutil.which(name)
     if found is not None:
@@ -179,7 +180,7 @@ def pack_engine(directory: Path) -> Path:
     archive = directory / "airflow_cdc_engine.zip"
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
         for source in (PACKAGE / "__init__.py", *sorted((PACKAGE / "engine").rglob("*.py"))):
-            # Without the time of its installation, which would make another of the same engine.
+            # Without the time of installation, so that the same engine always results in the same zip.
             entry = zipfile.ZipInfo(str(source.relative_to(PACKAGE.parent)))
             file.writestr(entry, source.read_bytes(), zipfile.ZIP_DEFLATED)
     return archive
@@ -189,14 +190,14 @@ def write_properties(directory: Path, values: Mapping[str, str]) -> Path:
     """Write configuration to a file that only this user can read, and return its path."""
     path = directory / "secret.properties"
     path.touch(0o600)
-    # A string of JSON has the escapes of Java's properties, but for a space in front.
+    # A JSON string has the same escapes as Java's properties, except for leading spaces.
     lines = (f"{name}={json.dumps(value)[1:-1]}".replace(" ", "\\ ") for name, value in values.items())
     path.write_text("\n".join(lines))
     return path
 
 
 def put_engine(state: State, archive: Path) -> tuple[str, str]:
-    """Put the packed engine and the driver's script into the state, under names of their own for each version.
+    """Put the packed engine and the driver's script into the state, under different names for each version.
 
     :returns: their URLs.
     """

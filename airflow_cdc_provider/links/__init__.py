@@ -1,1 +1,1 @@
-"""Links from a task to the page of its pipeline and to Spark's own pages."""
+"""Links from a task to the page of its pipeline and to Spark's pages."""

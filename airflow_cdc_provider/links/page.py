@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class CdcPageLink(BaseOperatorLink):
-    """The page "CDC" of Airflow, at the pipeline of the task."""
+    """A link to the page "CDC" of Airflow that shows the pipeline of the task."""
 
     name = "CDC page"
 
     def get_link(self, operator: BaseOperator, *, ti_key: TaskInstanceKey) -> str:
-        """The address; that of the page itself where the pipeline cannot be told."""
+        """Return the address, without a pipeline if the pipeline's name is unknown."""
         page = f"{base_url()}/plugin/cdc"
         try:
             name = Pipeline.outline(getattr(operator, "pipeline", "")).name
@@ -32,5 +32,5 @@ class CdcPageLink(BaseOperatorLink):
 
 
 def base_url() -> str:
-    """The address of Airflow's user interface."""
+    """Return the address of Airflow's user interface."""
     return str(conf.get("api", "base_url", fallback="")).rstrip("/")

@@ -1,4 +1,4 @@
-"""The link from a task to what Spark shows of its job."""
+"""The link from a task to Spark's page of its job."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ if TYPE_CHECKING:
 
 
 class SparkUiLink(BaseOperatorLink):
-    """The UI of a Spark job while it lives, and its page on the history server afterwards.
+    """A link to the UI of a Spark job while it is alive, and to its page on the history server afterwards.
 
-    Airflow stores a link when a task defers, before there is a UI. So it leads to the page's endpoint, which knows.
+    Airflow stores a link when a task defers, before there is a UI. Therefore the link leads to an endpoint of the page
+    CDC, which redirects to the UI.
     """
 
     name = "Spark UI or history server"
 
     def get_link(self, operator: BaseOperator, *, ti_key: TaskInstanceKey) -> str:
-        """The address; empty, which shows no link, where the task has no job."""
+        """Return the address; empty, which hides the link, if the task has no job."""
         submission = getattr(operator, "submission", None)
         if submission is None:
             return ""
@@ -34,6 +35,6 @@ class SparkUiLink(BaseOperatorLink):
         except ConfigError:
             return ""
         address = f"{base_url()}/cdc/api/pipelines/{quote(name)}/spark/{quote(submission)}"
-        # The state forgets a job some time after its end; the link of a task does not.
+        # The state keeps a job only for some time after its end, but the link of a task remains.
         application = getattr(operator, "application", None)
         return f"{address}?{urlencode({'application': application})}" if application else address

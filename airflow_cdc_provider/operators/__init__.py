@@ -1,1 +1,1 @@
-"""Operators: a pipeline's commands as tasks."""
+"""Operators that run a pipeline's commands as tasks."""

@@ -1,4 +1,4 @@
-"""Asking a human before a step that destroys something."""
+"""Asks a person for approval before a destructive step."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ if TYPE_CHECKING:
     from airflow.sdk import Context
 
 _SUBJECTS = {
-    "resnapshot": "Start pipeline {name} over: new slot, all tables read again?",
+    "resnapshot": "Start pipeline {name} over with a new slot, and read all tables again?",
     "drop": "Remove pipeline {name}?",
 }
 _DEEDS = {
-    "resnapshot": "**Publication and slot are dropped and made anew, and all tables are read again.** Until a table has"
-    " been read, its target keeps the rows that it has and falls behind; then they are replaced in one transaction."
-    " What the slot still retains is given up, as the new rows contain it.",
-    "drop": "**Slot, publication, state, the record in the sink and all staging are removed.** The target tables stay"
-    " as they are, and are not kept equal any more. To go on later, the tables have to be copied again, into empty"
+    "resnapshot": "**Publication and slot are dropped and created again, and all tables are read again.** Until a table"
+    " has been read, its target keeps its rows and falls behind; then they are replaced in one transaction. The log"
+    " that the slot still retains is discarded, because the new rows include its changes.",
+    "drop": "**Slot, publication, state, the commit record in the sink and all staging are removed.** The target tables"
+    " remain as they are, but are not updated any more. To continue later, the tables must be copied again into empty"
     " targets.",
 }
 
 
 class CdcApprovalOperator(ApprovalOperator):
-    """Asks for approval, in Airflow's required actions, and says what will happen to which tables.
+    """A request for approval in Airflow's required actions, which describes the effects and the affected tables.
 
-    When it is rejected, all tasks that follow are skipped.
+    If it is rejected, all following tasks are skipped.
 
     :param pipeline: path of the pipeline file. (templated)
-    :param action: what follows: ``resnapshot`` (of everything) or ``drop``.
-    :param required: whether to ask at all: a boolean, or a template that gives ``True`` or ``False``. (templated)
+    :param action: the following step: ``resnapshot`` (of everything) or ``drop``.
+    :param required: whether to ask at all: a boolean, or a template that renders ``True`` or ``False``. (templated)
     """
 
     template_fields = (*ApprovalOperator.template_fields, "pipeline", "required")
@@ -49,9 +49,9 @@ class CdcApprovalOperator(ApprovalOperator):
         self.required = required
 
     def execute(self, context: Context) -> Any:
-        """Describe what will happen, and wait for the answer."""
+        """Describe the effects, and wait for the answer."""
         if str(self.required) == "False":
-            self.log.warning("Nobody is asked, as approval is not required.")
+            self.log.warning("No approval is requested because it is not required.")
             return None
         from airflow_cdc_provider.engine import commands
 
@@ -59,7 +59,7 @@ class CdcApprovalOperator(ApprovalOperator):
             pipeline = load_pipeline(self.pipeline).pipeline
         try:
             status: Mapping[str, Any] = commands.status(pipeline)
-        except CdcError as e:  # what is broken may be why this is done
+        except CdcError as e:  # a broken pipeline may be the reason for this step
             status = {"unreachable": {"pipeline": e.message}}
         self.subject = _SUBJECTS[self.action].format(name=pipeline.name)
         self.body = describe(self.action, status)
@@ -68,13 +68,13 @@ class CdcApprovalOperator(ApprovalOperator):
 
 
 def describe(action: str, status: Mapping[str, Any]) -> str:
-    """What will happen to a pipeline with this status, in Markdown."""
+    """Return a description of the effects on a pipeline with this status, in Markdown."""
     lines = [_DEEDS[action], ""]
     lines += [f"* {table['table']}: {table['rows']:,} rows when copied" for table in status.get("tables", ())]
     if slot := status.get("slot"):
         lines.append(f"* slot: {human_bytes(slot['retained_bytes'] or 0)} of log retained, {slot['wal_status']}")
     if jobs := status.get("jobs"):
-        lines.append(f"* at work: {', '.join(job['part'] for job in jobs)}; it has to be stopped first")
+        lines.append(f"* running: {', '.join(job['part'] for job in jobs)}; must be stopped first")
     lines += [f"* {server} cannot be reached: {message}" for server, message in status.get("unreachable", {}).items()]
     if error := status.get("last_error"):
         lines.append(f"* last error: {error['message']}")

@@ -1,4 +1,4 @@
-"""The base of all operators: a pipeline file, retries as the engine's errors ask, lineage, a link to the CDC page."""
+"""The base of all operators: pipeline file, retries according to the engine's errors, lineage, link to the page CDC."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class CdcOperator(BaseOperator):
     def __init__(self, *, pipeline: str, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.pipeline = pipeline
-        # Not a default of the parameter: Airflow gives mapped operators None.
+        # Set here and not as the parameter's default, because Airflow passes None to mapped operators.
         self.retry_policy = self.retry_policy or CDC_RETRY_POLICY
         self._flows: Collection[Flow] = ()
 
     def record_flows(self, pipeline: Pipeline, tables: Collection[str] | None = None) -> None:
-        """Note for OpenLineage what this task has copied; a sink that cannot be asked does not fail the task.
+        """Record for OpenLineage the tables that this task has copied; an unreachable sink does not fail the task.
 
         :param tables: labels of the source tables; all by default.
         """
         try:
             self._flows = read_flows(pipeline, tables)
         except CdcError as e:
-            self.log.warning("OpenLineage is not told of this task's tables: %s. %s", e.message, e.solution)
+            self.log.warning("The tables of this task are not reported to OpenLineage: %s. %s", e.message, e.solution)
 
     def get_openlineage_facets_on_complete(self, task_instance: Any) -> OperatorLineage[Any, Any]:
-        """What OpenLineage's listener asks a task for; never called where its provider is not installed."""
+        """Return the facets for OpenLineage's listener; called only if its provider is installed."""
         return facets(self._flows)

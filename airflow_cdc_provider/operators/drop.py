@@ -1,4 +1,4 @@
-"""Removing a pipeline as a task."""
+"""Removes a pipeline as a task."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ if TYPE_CHECKING:
 
 
 class CdcDropOperator(CdcOperator):
-    """Removes a pipeline's slot, publication, state, sink record and staging; never target tables.
+    """The removal of a pipeline's slot, publication, state, commit record and staging, but not of target tables.
 
-    Let :class:`.CdcApprovalOperator` ask before. Returns what may be ``left`` on a source that is gone.
+    Put a :class:`.CdcApprovalOperator` before it. The result's ``left`` has statements for objects that may be left on
+    an unreachable source.
 
     :param pipeline: path of the pipeline file. (templated)
-    :param takeover: go on although a job of the pipeline is alive; it is fenced.
-    :param source_gone: go on if the source cannot be reached; its slot keeps log if it ever comes back.
+    :param takeover: whether to continue even if a job of the pipeline is alive; the job is fenced.
+    :param source_gone: whether to continue if the source cannot be reached; if it ever comes back, its slot retains
+        log.
     """
 
     def __init__(self, *, takeover: bool = False, source_gone: bool = False, **kwargs: Any) -> None:
@@ -27,7 +29,7 @@ class CdcDropOperator(CdcOperator):
         self.source_gone = source_gone
 
     def execute(self, context: Context) -> dict[str, Any]:
-        """Remove; returns the pipeline's name and the statements that remove what is left."""
+        """Remove the pipeline; return its name and the statements that remove leftover objects."""
         from airflow_cdc_provider.engine import commands
 
         with airflow_failures(self.pipeline, "drop", ends_run=False):
@@ -35,5 +37,5 @@ class CdcDropOperator(CdcOperator):
                 load_pipeline(self.pipeline).pipeline, takeover=self.takeover, source_gone=self.source_gone
             )
         for statement in result["left"]:
-            self.log.warning("Run on the source if it ever comes back: %s;", statement)
+            self.log.warning("If the source ever comes back, run on it: %s;", statement)
         return result

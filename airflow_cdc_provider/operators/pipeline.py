@@ -1,7 +1,7 @@
-"""Steps of a pipeline that need no Spark job: preflight, provision, verify, maintain.
+"""The steps of a pipeline that need no Spark job: preflight, provision, verify, maintain.
 
-Each is a shell over one command of the engine. Errors of the engine fail the task
-with what to do about them, and are retried only where trying again can help.
+Each operator wraps one command of the engine. Errors of the engine fail the task with a remedy, and are retried only if
+a retry can help.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _DIFFERENCES_SHOWN = 10
 
 
 class CdcPreflightOperator(CdcOperator):
-    """Checks everything that the pipeline needs and changes nothing.
+    """A check of everything that the pipeline needs; it changes nothing.
 
     :param pipeline: path of the pipeline file. (templated)
     """
 
     def execute(self, context: Context) -> dict[str, Any]:
-        """Run the checks and list them in the log; returns the findings, or fails with all that stands in the way."""
+        """Run the checks and log them; return the findings, or fail with all errors."""
         from airflow_cdc_provider.engine.commands import findings_dict
         from airflow_cdc_provider.engine.commands.attention import noting_errors
         from airflow_cdc_provider.engine.commands.checks import preflight_whole
@@ -50,13 +50,13 @@ class CdcPreflightOperator(CdcOperator):
 
 
 class CdcProvisionOperator(CdcOperator):
-    """Makes publication, slot, plan and commit record, or verifies those that exist, and takes the epoch.
+    """A step that creates or verifies publication, slot, plan and commit record, and takes the epoch.
 
-    Its result carries ``epoch``, which snapshot and stream need, and the slot's
-    ``restart_lsn`` and ``confirmed_flush_lsn`` from before they ran.
+    Its result has ``epoch``, which snapshot and stream need, and the slot's ``restart_lsn`` and ``confirmed_flush_lsn``
+    from before they ran.
 
     :param pipeline: path of the pipeline file. (templated)
-    :param takeover: take the epoch even from a run that is alive.
+    :param takeover: whether to take the epoch even from a run that is alive.
     """
 
     def __init__(self, *, takeover: bool = False, **kwargs: Any) -> None:
@@ -64,7 +64,7 @@ class CdcProvisionOperator(CdcOperator):
         self.takeover = takeover
 
     def execute(self, context: Context) -> dict[str, Any]:
-        """Provision; returns epoch, start of the stream, positions of the slot, tables and number of chunks."""
+        """Provision; return epoch, start of the stream, positions of the slot, tables and number of chunks."""
         from airflow_cdc_provider.engine import commands
 
         with airflow_failures(self.pipeline, "provision"):
@@ -80,13 +80,13 @@ class CdcProvisionOperator(CdcOperator):
 
 
 class CdcVerifyOperator(CdcOperator):
-    """Compares source and sink, and fails when they differ.
+    """A comparison of source and sink that fails if they differ.
 
     :param pipeline: path of the pipeline file. (templated)
     """
 
     def execute(self, context: Context) -> dict[str, Any]:
-        """Compare; returns the tables with their numbers of rows."""
+        """Compare; return the tables with their numbers of rows."""
         from airflow_cdc_provider.engine import commands
 
         with airflow_failures(self.pipeline, "verify", ends_run=False):
@@ -106,7 +106,7 @@ class CdcVerifyOperator(CdcOperator):
             if result.get("lag_bytes") and not result.get("live"):
                 lines.append(
                     f"No stream is running, and {human_bytes(result['lag_bytes'])} of WAL are not applied yet:"
-                    " let one catch up, and compare again."
+                    " let a stream catch up, and compare again."
                 )
             if "ranges" not in result:
                 lines.append(_remedy([table["table"] for table in different]))
@@ -115,14 +115,14 @@ class CdcVerifyOperator(CdcOperator):
 
 
 class CdcMaintainOperator(CdcOperator):
-    """Joins the small files that units leave in sinks of files, and removes those that no reader needs any more.
+    """A step that merges small files in file-based sinks, and removes files that no reader needs any more.
 
-    The pipeline's jobs may go on meanwhile. Sinks that need no such care are left alone. What a sink does by Spark it
-    does in the worker's process, with the ``spark`` section of the pipeline file.
+    The pipeline's jobs may keep running. Sinks that need no maintenance are not changed. If a sink uses Spark, it runs
+    in the worker's process with the ``spark`` section of the pipeline file.
 
     :param pipeline: path of the pipeline file. (templated)
-    :param retention: how long replaced files stay, in seconds or as text such as ``8h``; each store's own by default.
-        (templated)
+    :param retention: how long replaced files are kept, in seconds or as text such as ``8h``; each store's own setting
+        by default. (templated)
     """
 
     template_fields: Sequence[str] = (*CdcOperator.template_fields, "retention")
@@ -132,7 +132,7 @@ class CdcMaintainOperator(CdcOperator):
         self.retention = retention
 
     def execute(self, context: Context) -> dict[str, Any]:
-        """Maintain the sinks; returns what was done in each."""
+        """Maintain the sinks; return the actions taken in each of them."""
         from airflow_cdc_provider.engine import commands
         from airflow_cdc_provider.engine.core.section_values import as_seconds
 
@@ -148,10 +148,10 @@ class CdcMaintainOperator(CdcOperator):
 
 
 def _remedy(tables: Sequence[str]) -> str:
-    tables = list(dict.fromkeys(tables))  # of several sinks more than one may differ
+    tables = list(dict.fromkeys(tables))  # a table may differ in several sinks
     options = " ".join(f"--table {table}" for table in tables)
     return (
-        f"To repair the copy trigger the Dag cdc_resnapshot with Tables: {', '.join(tables)}; a Condition limits it to"
+        f"To repair the copy, trigger the Dag cdc_resnapshot with Tables: {', '.join(tables)}; a Condition limits it to"
         f" some of the rows. Or run `airflow-cdc resnapshot {options}`."
     )
 

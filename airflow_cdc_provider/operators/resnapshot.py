@@ -1,4 +1,4 @@
-"""Reading tables again as a task: repair, backfill, and starting over."""
+"""Reads tables again as a task: repair, backfill, and starting over."""
 
 from __future__ import annotations
 
@@ -22,31 +22,32 @@ if TYPE_CHECKING:
 ROWS = ("all", "time", "key", "where")
 
 _REQUEST_KEY = "request"
-# The trigger withdraws the request at its deadline; only one that does not run any more is ended by Airflow.
+# The trigger withdraws the request at its deadline; Airflow's own timeout is only for a trigger that no longer runs.
 _OVERTIME_SECONDS = 60.0
 
 
 class CdcResnapshotOperator(CdcOperator):
-    """Reads tables, or some of their rows, again and merges them, while the stream goes on.
+    """A re-read of tables, or of some of their rows, while the stream continues.
 
-    A live stream does it between two units of its own; the task leaves a request and defers until it has its outcome.
-    Where no stream lives the task reads the rows itself, in its worker; while another job writes, it defers until that
-    has ended. Only keys that the source does not have are deleted, and a reader never sees a row go back. The same may
-    be read any number of times, also at the same time. Returns ``rows`` and, in ``tables``, the rows of each table.
+    A live stream does the re-read between two units; the task leaves a request and defers until it has the outcome. If
+    no stream is alive, the task reads the rows itself, in its worker; while another job writes, it defers until that
+    job has ended. Only keys that the source does not have are deleted, and readers never see an older version of a row.
+    The same rows may be read any number of times, also concurrently. The result has the number of ``rows``, and those
+    of each table in ``tables``.
 
-    With ``everything`` publication and slot are made anew, and nothing is read yet: the result has the ``epoch`` under
-    which :class:`.CdcPlanOperator` and :class:`.CdcSnapshotOperator` then copy all tables.
+    With ``everything``, publication and slot are created again, and nothing is read yet: the result has the ``epoch``
+    under which :class:`.CdcPlanOperator` and :class:`.CdcSnapshotOperator` then copy all tables.
 
     :param pipeline: path of the pipeline file. (templated)
-    :param tables: as ``schema.table``, a list or a JSON list; all of the pipeline if there is none. (templated)
-    :param rows: ``all``; ``time``: those whose ``time_column`` lies in [``start``, ``end``); ``key``: those whose key,
-        or the first column of it, does; ``where``: those that match a condition on either side. (templated)
+    :param tables: a list or a JSON list of ``schema.table``; all tables of the pipeline if it is empty. (templated)
+    :param rows: ``all``; ``time``: rows whose ``time_column`` is in [``start``, ``end``); ``key``: rows whose key, or
+        the first column of it, is in that range; ``where``: rows that match a condition on either side. (templated)
     :param where: an SQL condition, for rows ``where``. (templated)
     :param time_column: a column of type timestamp or date, for rows ``time``. (templated)
-    :param start: a time as ISO 8601 (without a zone in UTC), by default where the run's data interval begins; for rows
-        ``key`` a value of the key, by default the first. (templated)
-    :param end: the same for the end, which is not included. (templated)
-    :param everything: make publication and slot anew, for all tables: the repair for a lost slot.
+    :param start: a time as ISO 8601 (UTC if it has no zone), by default the start of the run's data interval; for rows
+        ``key`` a value of the key, by default the first one. (templated)
+    :param end: the same for the end, which is excluded. (templated)
+    :param everything: whether to create publication and slot again, for all tables: the repair for a lost slot.
     """
 
     template_fields: Sequence[str] = (
@@ -82,23 +83,23 @@ class CdcResnapshotOperator(CdcOperator):
         self._withdraw: Callable[[], object] | None = None
 
     def execute(self, context: Context) -> dict[str, Any]:
-        """Ask the stream, or read; returns the numbers of rows."""
+        """Ask the stream to read, or read directly; return the numbers of rows."""
         limit = self.execution_timeout
         return self._proceed(context, None if limit is None else time.time() + limit.total_seconds())
 
     def resume(self, context: Context, event: dict[str, Any], deadline: float | None) -> dict[str, Any]:
-        """Go on when there is an outcome, or nobody is in the way any more."""
+        """Continue when there is an outcome, or no other job is running any more."""
         if event["status"] == "timeout":
             raise failure(
                 f"the rows have not been read within {self.execution_timeout}: "
-                + (event.get("waiting") or "others were at work all the time"),
-                "Give the task a longer execution_timeout. What it asked for has been withdrawn.",
+                + (event.get("waiting") or "other jobs were running all the time"),
+                "Set a longer execution_timeout for the task. Its request has been withdrawn.",
                 Retry.RETRY.value,
             )
         return self._proceed(context, deadline)
 
     def on_kill(self) -> None:
-        """Withdraw the request, if one was left."""
+        """Withdraw the request, if there is one."""
         if self._withdraw is not None:
             self._withdraw()
 
@@ -122,11 +123,11 @@ class CdcResnapshotOperator(CdcOperator):
             standing = requests.standing(state, name)
             if standing in (Standing.FREE, Standing.ORPHANED):
                 requests.withdraw(state, name)
-                self.log.info("To be read again: %s%s.", ", ".join(labels), f" where {where}" if where else "")
+                self.log.info("Reading again: %s%s.", ", ".join(labels), f" where {where}" if where else "")
                 try:
                     result = commands.resnapshot(pipeline, tables=labels, where=where, request=name)
                 except (SecondWriter, Fenced) as e:
-                    self.log.info("Another job is at work: %s", e.message)
+                    self.log.info("Another job is running: %s", e.message)
                     self._wait(pipeline, name, deadline)
                 if result["requested"] is None:
                     self.record_flows(pipeline, result["tables"])
@@ -157,16 +158,17 @@ class CdcResnapshotOperator(CdcOperator):
         )
 
     def _request(self, context: Context, wanted: dict[str, Any]) -> str:
-        """The name of the task's request: that of an earlier try, unless the task was cleared or wants something else.
+        """Return the name of the task's request.
 
-        It is stored before the request is left, so that a worker's death in between leaves none that nobody knows.
+        It is the name of an earlier try, unless the task was cleared or its parameters have changed. It is stored
+        before the request is written, so that no request is orphaned if the worker dies in between.
         """
         from airflow_cdc_provider.engine.state.requests import new_name
 
         store = context.get("task_state_store")
         if store is None:
             return new_name()
-        # What is stored outlives the clearing of a task, which raises max_tries; a retry does not.
+        # Stored values survive when a task is cleared. Clearing raises max_tries, a retry does not.
         this: dict[str, Any] = {
             "epoch": context["ti"].max_tries,
             "fingerprint": hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest(),
@@ -179,15 +181,15 @@ class CdcResnapshotOperator(CdcOperator):
         return name
 
     def _forget(self, context: Context) -> None:
-        """Let the next try ask anew, instead of finding this try's outcome."""
+        """Let the next try make a new request instead of finding this try's outcome."""
         store = context.get("task_state_store")
         if store is not None:
             store.delete(_REQUEST_KEY)
 
     def _condition(self, context: Context, tables: Sequence[Table]) -> str | None:
-        """What is asked of the rows.
+        """Return the SQL condition on the rows to read.
 
-        :raises ConfigError: in the terms of the parameters when they do not go together.
+        :raises ConfigError: if the parameters do not fit together; names them.
         """
         from airflow_cdc_provider.engine.sources.postgres.reading import row_ranges
 
@@ -196,7 +198,7 @@ class CdcResnapshotOperator(CdcOperator):
         needed = {"where": self.where, "time": self.time_column}
         if self.rows in needed and not needed[self.rows]:
             name = {"where": "condition (where)", "time": "time column (time_column)"}[self.rows]
-            raise ConfigError(f"rows is {self.rows!r}, and there is no {name}", "Give it, or choose other rows.")
+            raise ConfigError(f"rows is {self.rows!r}, but there is no {name}", "Give it, or choose other rows.")
         if self.rows == "time":
             column = str(self.time_column)
             start, end = self._interval(context)
@@ -205,8 +207,8 @@ class CdcResnapshotOperator(CdcOperator):
             )
             for label in row_ranges.nullable(tables, column):
                 self.log.warning(
-                    "Rows of %s without a value in %s are in no interval; read them with rows 'where' and the condition"
-                    " %s IS NULL, or read the whole table.",
+                    "Rows of %s without a value in %s are not in any interval; read them with rows 'where' and the"
+                    " condition %s IS NULL, or read the whole table.",
                     label,
                     column,
                     column,
@@ -217,7 +219,7 @@ class CdcResnapshotOperator(CdcOperator):
         return self.where if self.rows == "where" else None
 
     def _interval(self, context: Context) -> tuple[str, str]:
-        """The times that were given, or the run's data interval."""
+        """Return the given times, or the run's data interval."""
         if self.start and self.end:
             return self.start, self.end
         if self.start or self.end:
@@ -225,7 +227,7 @@ class CdcResnapshotOperator(CdcOperator):
         start, end = context.get("data_interval_start"), context.get("data_interval_end")
         if start is None or end is None:
             raise ConfigError(
-                "the run has no data interval, as it was triggered by hand",
+                "the run has no data interval because it was triggered manually",
                 "Give From and To (parameters start and end), or create a backfill.",
             )
         if start == end:
@@ -237,9 +239,9 @@ class CdcResnapshotOperator(CdcOperator):
 
 
 def _listed(tables: Sequence[str] | str) -> list[str]:
-    """Names of tables from a list, or from the JSON that a template makes of one.
+    """Return names of tables from a list, or from the JSON of a list that a template rendered.
 
-    :raises ConfigError: when they are neither.
+    :raises ConfigError: if it is neither.
     """
     try:
         found = json.loads(tables) if isinstance(tables, str) else list(tables)

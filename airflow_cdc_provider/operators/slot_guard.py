@@ -1,4 +1,4 @@
-"""The guard of all slots of a server, as a task that runs every minute."""
+"""The slot guard: checks all slots of a server, as a task that runs every minute."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
     from airflow_cdc_provider.engine.postgres.slots import Slots
 
 MEMORY = Asset("cdc_slot_guard")
-"""Whose state keeps since when slots have been idle, as Postgres before 17 does not say."""
+"""The asset whose state stores since when slots have been idle, because Postgres before 17 does not report it."""
 
 
 class CdcSlotGuardOperator(BaseOperator):
-    """Looks at all slots of a server, tells what is wrong with them, and fails if something is critical or was dropped.
+    """A check of all slots of a server, which fails if a finding is critical or a slot was dropped.
 
-    Critical are a slot that is lost or about to be, one beyond its budget, and one that nobody reads. Warnings are a
-    slot at four fifths of its budget, and transactions, also prepared ones, that have been open for long and hold the
-    slots back. Temporary slots are ignored.
+    It is critical if a slot is lost or about to be lost, exceeds its budget, or has no reader. There are warnings for a
+    slot at four fifths of its budget, and for transactions, also prepared ones, that have been open for long and hold
+    the slots back. Temporary slots are ignored.
 
-    :param conn_id: a connection of type ``postgres_cdc`` or ``postgres``; of transactions of other roles, only members
-        of ``pg_monitor`` see anything. (templated)
-    :param budget: WAL that a slot may keep, in bytes or as text such as ``10GiB``. (templated)
-    :param dead_seconds: how long a slot may be without a reader. (templated)
-    :param transaction_seconds: how long a transaction may be open. (templated)
+    :param conn_id: a connection of type ``postgres_cdc`` or ``postgres``; only members of ``pg_monitor`` see
+        transactions of other roles. (templated)
+    :param budget: WAL that a slot may retain, in bytes or as text such as ``10GiB``. (templated)
+    :param dead_seconds: seconds that a slot may be without a reader. (templated)
+    :param transaction_seconds: seconds that a transaction may be open. (templated)
     :param on_findings: called with the context and the findings if there are any: a function, or a notifier of Airflow,
-        which finds them as ``findings`` in its context.
+        whose context has them as ``findings``.
     :param drop_beyond: drop slots that retain more WAL than this, in bytes or as text: their pipelines have to read all
-        tables again, but the source's disk does not fill. Off by default. (templated)
-    :param drop_active: drop such slots also while somebody reads from them. (templated)
+        tables again, but the source's disk does not fill up. Off by default. (templated)
+    :param drop_active: whether to drop such slots even if they have a reader. (templated)
     """
 
     template_fields: Sequence[str] = (
@@ -72,7 +72,7 @@ class CdcSlotGuardOperator(BaseOperator):
         self.drop_active = drop_active
 
     def execute(self, context: Context) -> dict[str, Any]:
-        """Look once; returns the findings, and the names of the slots that were dropped."""
+        """Check once; return the findings, and the names of the slots that were dropped."""
         import psycopg2
 
         from airflow_cdc_provider.engine.postgres.connection import connected
@@ -96,13 +96,13 @@ class CdcSlotGuardOperator(BaseOperator):
                         dropped, kept = break_circuit(connection, slots, hard_limit, str(self.drop_active) == "True")
                         findings = kept + findings
             except psycopg2.Error as e:
-                raise driver_failure(e, "the slots cannot be looked at") from e
+                raise driver_failure(e, "the slots cannot be read") from e
         for finding in findings:
             log = self.log.error if finding.severity == "critical" else self.log.warning
             log("%s. %s", finding.message, finding.solution)
         drops = [
-            f"slot {name!r} was dropped: it retained more than {self.drop_beyond}. Its pipeline has to read all tables"
-            " again: `airflow-cdc resnapshot --all`."
+            f"slot {name!r} was dropped because it retained more than {self.drop_beyond}. Its pipeline has to read all"
+            " tables again: run `airflow-cdc resnapshot --all`."
             for name in dropped
         ]
         for line in drops:
@@ -120,7 +120,7 @@ class CdcSlotGuardOperator(BaseOperator):
         return result
 
     def _idle(self, context: Context, slots: Slots) -> Mapping[str, float]:
-        """Seconds that slots have had no reader, by what earlier runs saw; who moves a slot has read from it."""
+        """Return the seconds that slots have had no reader, as seen by earlier runs; a slot that advanced had one."""
         stores: Any = context.get("asset_state_store")
         if stores is None:
             return {}

@@ -1,4 +1,4 @@
-"""The snapshot as tasks: its chunks in groups, a Spark job a group."""
+"""The snapshot as tasks: its chunks in groups, and a Spark job for each group."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class CdcPlanOperator(CdcOperator):
-    """Divides the chunks that are not finished into groups to map the snapshot over.
+    """A plan that divides the unfinished chunks into groups, over which the snapshot is mapped.
 
-    Few groups, whatever the number of chunks: each names the chunks that are its own by ranges.
+    There are only few groups, whatever the number of chunks: each group has its chunks as ranges.
 
     :param pipeline: path of the pipeline file. (templated)
-    :param groups: how many groups at most, each a Spark application of its own. (templated)
+    :param groups: the maximum number of groups, each of which is a separate Spark application. (templated)
     """
 
     template_fields: Sequence[str] = (*CdcOperator.template_fields, "groups")
@@ -33,7 +33,7 @@ class CdcPlanOperator(CdcOperator):
         self.groups = groups
 
     def execute(self, context: Context) -> list[dict[str, Any]]:
-        """Return the groups, each with a ``label`` and its ``chunks``; none when all chunks are finished."""
+        """Return the groups, each with a ``label`` and its ``chunks``; there are none if all chunks are finished."""
         from airflow_cdc_provider.engine import commands
 
         try:
@@ -49,7 +49,7 @@ class CdcPlanOperator(CdcOperator):
 
 
 class CdcSnapshotOperator(CdcSparkOperator):
-    """Copies the chunks of one group; what an earlier try finished is not copied again.
+    """A Spark job that copies the chunks of one group, except those that an earlier try has finished.
 
     Map it over the result of :class:`CdcPlanOperator`::
 
@@ -63,14 +63,14 @@ class CdcSnapshotOperator(CdcSparkOperator):
     :param group: a group of the plan. (templated)
     :param pipeline: path of the pipeline file. (templated)
     :param epoch: the epoch that ``provision`` returned. (templated)
-    :param spark_conn_id: the Spark connection; its master wins over that of the pipeline file.
-    :param conf: Spark configuration, merged over the pipeline's ``spark.conf``. (templated)
-    :param deferrable: wait in the triggerer; otherwise in the worker, whose slot is taken for as long.
+    :param spark_conn_id: the Spark connection; its master overrides that of the pipeline file.
+    :param conf: Spark configuration that overrides the pipeline's ``spark.conf``. (templated)
+    :param deferrable: whether to wait in the triggerer; otherwise the task occupies a worker slot while it waits.
     """
 
     template_fields: Sequence[str] = (*CdcSparkOperator.template_fields, "group")
     command = "snapshot"
-    # Its chunks are committed each once, by whichever job; the jobs beside it are of the same epoch.
+    # Each chunk is committed only once, whichever job does it; concurrent jobs have the same epoch.
     resumes_epoch = True
 
     def __init__(self, *, group: Mapping[str, Any], **kwargs: Any) -> None:
@@ -79,18 +79,18 @@ class CdcSnapshotOperator(CdcSparkOperator):
 
     @property
     def part(self) -> str:
-        """Named after the chunks, so that no two groups are taken for each other."""
+        """Return the part's name, which depends on the chunks, so that groups are never confused."""
         return part_of(self.group["chunks"])
 
     def command_arguments(self) -> list[str]:
-        """The chunks."""
+        """Return the option for the chunks."""
         return ["--chunks", json.dumps(self.group["chunks"])]
 
     def stopped_result(self) -> dict[str, Any]:
-        """As of a snapshot that was stopped before its first chunk."""
+        """Return the result of a snapshot that was stopped before its first chunk."""
         chunks = sum(last - first + 1 for _, first, last in self.group["chunks"])
         return {"chunks": chunks, "finished": 0, "rows": 0, "seconds": 0.0}
 
     def completed(self, context: Context, pipeline: Pipeline, result: Mapping[str, Any]) -> None:
-        """Note the tables of the group."""
+        """Record the tables of the group."""
         self.record_flows(pipeline, {table for table, _, _ in self.group["chunks"]})

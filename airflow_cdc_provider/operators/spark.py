@@ -1,8 +1,8 @@
 """The base of operators whose work is a Spark job of the engine.
 
-The job does not belong to the process that submits it. What the task knows of it between two tries, its id, stands in
-Airflow's task state store before anything is started; all else stands in the pipeline's state. So a task that dies,
-with its worker or in the triggerer, finds its job again.
+The job does not belong to the process that submits it. Before anything is started, the task stores the job's id in
+Airflow's task state store, where it survives between tries; all other information is in the pipeline's state. Therefore
+a task that dies with its worker or in the triggerer finds its job again.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ if TYPE_CHECKING:
 
 _KEY = "spark_job"
 _LOG_LINES = 40
-# Beyond its own deadline, in case that the triggerer is down then.
+# Added to the trigger's own deadline, in case the triggerer is down at that time.
 _TRIGGER_GRACE = timedelta(minutes=5)
 
 
 @dataclass(frozen=True)
 class Handle:
-    """What a task keeps of its job between tries.
+    """The information on its job that a task keeps between tries.
 
     :param submission: the id of the job's submission.
-    :param fingerprint: what was to be done; the store goes by the position of a mapped task, which may be another's.
-    :param max_tries: the task instance's, which changes when it is cleared, and not when it is tried again.
-    :param failures: of jobs of this work since one of them has last committed anything.
+    :param fingerprint: hash of the work; needed because the store identifies a mapped task by its index, which may
+        belong to other work later.
+    :param max_tries: ``max_tries`` of the task instance, which changes when it is cleared, but not on a retry.
+    :param failures: number of failed jobs of this work since one of them last committed anything.
     """
 
     submission: str
@@ -56,41 +57,41 @@ class Handle:
     failures: int = 0
 
     def follows(self, before: Handle | None) -> Handle:
-        """This one, with the failures of the one before if that is of the same work."""
+        """Return this handle with the number of failures of the previous one, if that belongs to the same work."""
         same = before is not None and (before.fingerprint, before.max_tries) == (self.fingerprint, self.max_tries)
         return replace(self, failures=before.failures) if before is not None and same else self
 
 
-class Step(Enum):
-    """What a try begins with."""
+class FirstAction(Enum):
+    """The first action of a try."""
 
     SUBMIT = "submit"
     REATTACH = "reattach"
     RETURN = "return"
 
 
-def next_step(handle: Handle | None, fingerprint: str, max_tries: int, status: Status | None) -> Step:
-    """Decide what a try begins with.
+def first_action(handle: Handle | None, fingerprint: str, max_tries: int, status: Status | None) -> FirstAction:
+    """Decide on the first action of a try.
 
-    :param handle: what an earlier try has left.
-    :param status: of the job that it names; ``None`` when the state does not know it.
+    :param handle: the handle that an earlier try has stored.
+    :param status: the status of its job; ``None`` if the state does not know it.
     """
     from airflow_cdc_provider.engine.state.submission import Status
 
     if handle is None or (handle.fingerprint, handle.max_tries) != (fingerprint, max_tries):
-        return Step.SUBMIT
-    steps: dict[Status | None, Step] = {Status.RUNNING: Step.REATTACH, Status.DONE: Step.RETURN}
-    return steps.get(status, Step.SUBMIT)
+        return FirstAction.SUBMIT
+    steps: dict[Status | None, FirstAction] = {Status.RUNNING: FirstAction.REATTACH, Status.DONE: FirstAction.RETURN}
+    return steps.get(status, FirstAction.SUBMIT)
 
 
 class CdcSparkOperator(CdcOperator):
-    """Runs a command of the engine as a Spark job that outlives the task's processes.
+    """A command of the engine that runs as a Spark job and outlives the task's processes.
 
     :param pipeline: path of the pipeline file. (templated)
     :param epoch: the epoch that ``provision`` returned. (templated)
-    :param spark_conn_id: the Spark connection; its master wins over that of the pipeline file.
-    :param conf: Spark configuration, merged over the pipeline's ``spark.conf``. (templated)
-    :param deferrable: wait in the triggerer; otherwise in the worker, whose slot is taken for as long.
+    :param spark_conn_id: the Spark connection; its master overrides that of the pipeline file.
+    :param conf: Spark configuration that overrides the pipeline's ``spark.conf``. (templated)
+    :param deferrable: whether to wait in the triggerer; otherwise the task occupies a worker slot while it waits.
     """
 
     template_fields: Sequence[str] = (*CdcOperator.template_fields, "epoch", "conf")
@@ -99,7 +100,7 @@ class CdcSparkOperator(CdcOperator):
     command: str
     """The command of the engine, a class attribute of each operator."""
     resumes_epoch: bool
-    """Whether a job that is begun again goes on under the epoch of the run, or takes a new one."""
+    """Whether a restarted job continues under the epoch of the run; otherwise it takes a new one."""
 
     def __init__(
         self,
@@ -124,24 +125,24 @@ class CdcSparkOperator(CdcOperator):
     @property
     @abstractmethod
     def part(self) -> str:
-        """The part of the run that the job is."""
+        """Return the name of the job's part of the run."""
 
     @abstractmethod
     def command_arguments(self) -> list[str]:
-        """The options of the command beside pipeline and epoch."""
+        """Return the options of the command, without pipeline and epoch."""
 
     @abstractmethod
     def stopped_result(self) -> dict[str, Any]:
-        """What the task returns when the job died after a user had asked it to stop."""
+        """Return the task's result if the job died after a user had asked it to stop."""
 
     def execute(self, context: Context) -> dict[str, Any]:
-        """Begin the job, or find it again, and wait for its end; returns what the command returned."""
+        """Start the job, or find it again, and wait for its end; return the result of the command."""
         while (result := self._work(context)) is None:
             time.sleep(self._pause.total_seconds())
         return result
 
     def _work(self, context: Context) -> dict[str, Any] | None:
-        """See :meth:`execute`; without a result the job has to be begun again."""
+        """Do one attempt of :meth:`execute`; without a result, the job must be started again."""
         from airflow_cdc_provider.engine.state.files import State
         from airflow_cdc_provider.engine.state.submission import askers, read
 
@@ -153,12 +154,12 @@ class CdcSparkOperator(CdcOperator):
             fingerprint, max_tries = self._fingerprint(loaded), context["ti"].max_tries
             job = read(state, handle.submission) if handle else None
             status = job.status(askers(state, job.id)) if job else None
-            step = next_step(handle, fingerprint, max_tries, status)
-            if job is not None and step is Step.RETURN:
+            step = first_action(handle, fingerprint, max_tries, status)
+            if job is not None and step is FirstAction.RETURN:
                 self.log.info("The Spark job %s has done the work already.", job.id)
                 self.submission, self.application = job.id, job.application
                 return self._returned(context, job.result)
-            if job is not None and step is Step.REATTACH:
+            if job is not None and step is FirstAction.REATTACH:
                 self.log.info("The Spark job %s is alive.", job.id)
             else:
                 if job is not None:
@@ -171,7 +172,7 @@ class CdcSparkOperator(CdcOperator):
             return self._wait(context, state, job.id)
 
     def execute_complete(self, context: Context, event: dict[str, Any]) -> dict[str, Any]:
-        """Return what the command returned, or begin it again, or fail as the job did."""
+        """Return the result of the command, or start the job again, or fail as the job did."""
         from airflow.providers.standard.triggers.temporal import TimeDeltaTrigger
 
         result = self._concluded(context, event)
@@ -181,15 +182,15 @@ class CdcSparkOperator(CdcOperator):
         return result
 
     def resume(self, context: Context, event: Any = None, deadline: float | None = None) -> dict[str, Any]:
-        """Begin the job again in the same try.
+        """Start the job again in the same try.
 
-        :param deadline: when the try's time is up, in seconds since 1970.
+        :param deadline: the end of the try's time, in seconds since 1970.
         """
         self._deadline = deadline
         return self.execute(context)
 
     def _concluded(self, context: Context, event: dict[str, Any]) -> dict[str, Any] | None:
-        """What the command returned; ``None`` when the job has to be begun again in this try."""
+        """Return the result of the command; ``None`` if the job must be started again in this try."""
         from airflow_cdc_provider.engine.state.submission import Status
         from airflow_cdc_provider.triggers.job import TIMEOUT
 
@@ -198,26 +199,26 @@ class CdcSparkOperator(CdcOperator):
         if event["status"] == Status.DONE:
             return self._returned(context, event["result"])
         if event["status"] == TIMEOUT:
-            raise AirflowTaskTimeout("The task's time was up, and its Spark job was stopped.")
+            raise AirflowTaskTimeout("The task exceeded its execution_timeout, and its Spark job was stopped.")
         if event["status"] == Status.FAILED:
             error = event["error"]
             failed = failure(error["message"], error["solution"], error["retry"], error["kind"])
         else:
             failed = failure(
                 "the Spark job was ended before its work was done",
-                "What it has committed stays; the next try goes on from there.",
+                "Retry the task: committed data remains, and the next try continues from there.",
                 "retry",
             )
-        if not self._goes_on(context, event, failed.directive):
+        if not self._starts_again(context, event, failed.directive):
             raise failed
-        self.log.warning("%s\nThe tries are used up, but not since the last commit: the job is begun again.", failed)
+        self.log.warning("%s\nNo retries are left, but some since the last commit: the job is started again.", failed)
         return None
 
-    def _goes_on(self, context: Context, event: Mapping[str, Any], directive: Retry) -> bool:
-        """Whether a job that failed is begun again although Airflow has no try left.
+    def _starts_again(self, context: Context, event: Mapping[str, Any], directive: Retry) -> bool:
+        """Return whether to start a failed job again although Airflow has no retry left.
 
-        Airflow counts the tries of a task instance, that of a stream of months too. Here failures count since the last
-        commit; while Airflow has tries left, they are used, as they are seen and told.
+        Airflow counts the tries of a task instance, even if a stream runs for months. This operator counts only the
+        failures since the last commit. Airflow's tries are used first, because they are visible to users.
         """
         if directive is not Retry.RETRY or self._killed:
             return False
@@ -232,21 +233,21 @@ class CdcSparkOperator(CdcOperator):
 
     @property
     def _pause(self) -> timedelta:
-        """Between a failure and the next job of the same try, as between tries."""
+        """Return the pause between a failure and the next job of the same try, which is the same as between tries."""
         return self.retry_delay if isinstance(self.retry_delay, timedelta) else timedelta(seconds=self.retry_delay)
 
     def _keep(self, context: Context, handle: Handle) -> None:
         context["task_state_store"].set(_KEY, asdict(handle), retention=NEVER_EXPIRE)
 
     def completed(self, context: Context, pipeline: Pipeline, result: Mapping[str, Any]) -> None:
-        """Tell Airflow what the job has done.
+        """Report the work of the job to Airflow.
 
-        :param result: what the command returned.
+        :param result: the result of the command.
         """
         self.record_flows(pipeline)
 
     def on_kill(self) -> None:
-        """Ask the job to end; who keeps it sees to that, when this process is gone."""
+        """Ask the job to end; its keeper makes sure that it does after this process is gone."""
         from airflow_cdc_provider.engine.state.submission import Asker, ask_to_stop
 
         self._killed = True
@@ -255,9 +256,9 @@ class CdcSparkOperator(CdcOperator):
 
     def _wait(self, context: Context, state: State, submission: str) -> dict[str, Any] | None:
         from airflow_cdc_provider.engine.state.submission import Asker, ask_to_stop
-        from airflow_cdc_provider.triggers.job import POLL_SECONDS, SparkJobTrigger, Watch
+        from airflow_cdc_provider.triggers.job import POLL_SECONDS, JobMonitor, SparkJobTrigger
 
-        if self._killed:  # perhaps before it was known which job is meant
+        if self._killed:  # possibly before the job was known
             ask_to_stop(state, submission, Asker.AIRFLOW)
         elif self.deferrable:
             limit, deadline = self.execution_timeout, self._deadline
@@ -268,17 +269,17 @@ class CdcSparkOperator(CdcOperator):
                 method_name="execute_complete",
                 timeout=limit + _TRIGGER_GRACE if limit else None,
             )
-        watch = Watch(state, submission, None, self.log.info)
+        watch = JobMonitor(state, submission, None, self.log.info)
         while (event := watch.look()) is None:
             time.sleep(POLL_SECONDS)
         return self._concluded(context, event)
 
     def _make_sure_of_end(self, state: State, job: Submission) -> None:
-        """End the job of a task that has been killed or cleared, or that has other work now."""
+        """End the previous job of a task that was killed or cleared, or that has other work now."""
         from airflow_cdc_provider.engine.state.submission import give_up, stop
 
         if job.lives:
-            self.log.info("The Spark job %s of before is asked to end.", job.id)
+            self.log.info("Asking the previous Spark job %s to end.", job.id)
             if not stop(state, job.id):
                 give_up(state, job, "it does not end")
 
@@ -305,15 +306,15 @@ class CdcSparkOperator(CdcOperator):
         try:
             hook.start(job)
         except Exception as e:
-            # Of other errors nobody knows whether they tell a secret.
+            # Messages of other errors may have secrets.
             reason = str(e) if isinstance(e, (CdcError, OSError)) else type(e).__name__
-            told = {
+            failure = {
                 "kind": type(e).__name__,
-                "message": f"the Spark job was not begun: {reason}",
+                "message": f"the Spark job could not be started: {reason}",
                 "solution": getattr(e, "solution", ""),
                 "retry": "retry",
             }
-            end(state, job.id, error=told)
+            end(state, job.id, error=failure)
             raise
         self.log.info("The Spark job %s is submitted.", job.id)
 
@@ -323,14 +324,14 @@ class CdcSparkOperator(CdcOperator):
 
     def _returned(self, context: Context, result: dict[str, Any] | None) -> dict[str, Any]:
         if result is None:
-            self.log.info("The job was asked to stop, and is not begun again.")
+            self.log.info("The job was asked to stop, and is not restarted.")
             return self.stopped_result()
         with airflow_failures():
             self.completed(context, load_pipeline(self.pipeline).pipeline, result)
         return result
 
     def _log_output(self, event: Mapping[str, Any]) -> None:
-        """Let the end of the job's output stand in the task's log, if it can be read here."""
+        """Write the end of the job's output to the task's log, if the file can be read on this host."""
         path, keeper = event["log"], event["keeper"]
         if not path:
             return

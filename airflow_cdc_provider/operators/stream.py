@@ -1,4 +1,4 @@
-"""The stream as a task."""
+"""Runs the stream as a task."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
 
 class CdcStreamOperator(CdcSparkOperator):
-    """Applies the source's changes until the given point.
+    """A Spark job that applies the source's changes until a given end.
 
-    With ``forever`` it goes on for days and occupies no worker: it ends by ``airflow-cdc stop``, or when the task is
+    With ``forever`` it runs without end and occupies no worker. It ends after ``airflow-cdc stop``, or when the task is
     marked or cleared.
 
     :param until: ``caught up``, ``forever`` (formerly ``stopped``), or an LSN, ``X/Y`` or ``lsn:X/Y``. (templated)
     :param pipeline: path of the pipeline file. (templated)
     :param epoch: the epoch that ``provision`` returned; without one the stream takes the pipeline's next. (templated)
-    :param spark_conn_id: the Spark connection; its master wins over that of the pipeline file.
-    :param conf: Spark configuration, merged over the pipeline's ``spark.conf``. (templated)
-    :param deferrable: wait in the triggerer; otherwise in the worker, whose slot is taken for as long.
+    :param spark_conn_id: the Spark connection; its master overrides that of the pipeline file.
+    :param conf: Spark configuration that overrides the pipeline's ``spark.conf``. (templated)
+    :param deferrable: whether to wait in the triggerer; otherwise the task occupies a worker slot while it waits.
     """
 
     template_fields: Sequence[str] = (*CdcSparkOperator.template_fields, "until")
     command = "stream"
     part = "stream"
-    # Two streams of one epoch are not told apart by the sink, so one that may have been left behind must be overtaken.
+    # The sink cannot distinguish two streams of one epoch, so a new stream must fence one that may still be running.
     resumes_epoch = False
 
     def __init__(self, *, until: str = CAUGHT_UP, **kwargs: Any) -> None:
@@ -40,15 +40,15 @@ class CdcStreamOperator(CdcSparkOperator):
         self.outlets = [*self.outlets, CHANGED_TABLES]
 
     def command_arguments(self) -> list[str]:
-        """Where to end."""
+        """Return the option for the end."""
         return ["--until", str(Ending.parse(self.until))]
 
     def stopped_result(self) -> dict[str, Any]:
-        """As of a stream that was stopped; where it was then, nobody has said."""
+        """Return the result of a stream that was stopped; its position is unknown."""
         unknown = dict.fromkeys(("applied_lsn", "lag_bytes", "lag_seconds"))
         return {**unknown, "changes": 0, "tables": {}, "caught_up": False}
 
     def completed(self, context: Context, pipeline: Pipeline, result: Mapping[str, Any]) -> None:
-        """Leave an event for each table that has changed."""
+        """Add an event for each table that has changed."""
         super().completed(context, pipeline, result)
         announce_changes(context, pipeline.name, result)

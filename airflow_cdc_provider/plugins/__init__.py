@@ -1,1 +1,1 @@
-"""The page CDC: its endpoints over the state, and its scripts, which need no build."""
+"""The page CDC: its endpoints that serve the state, and its scripts, which need no build."""

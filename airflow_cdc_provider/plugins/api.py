@@ -1,4 +1,4 @@
-"""The endpoints of the page CDC, for those who may see, or change, the Dags that run the pipelines."""
+"""The endpoints of the page CDC, for users who may see or change the Dags that run the pipelines."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from airflow_cdc_provider.plugins.dags import Dags, DagsDep
 from airflow_cdc_provider.plugins.ledgers import Ledgers
 from airflow_cdc_provider.plugins.overview import describe, guarded, summarize, wants_poll
 from airflow_cdc_provider.plugins.pipeline_files import PipelineFile, find_pipelines
-from airflow_cdc_provider.plugins.reports import Report, Reports, read_report, reading
+from airflow_cdc_provider.plugins.reports import PipelineReport, Reports, read_report, reading
 from airflow_cdc_provider.plugins.slot_polls import SlotPolls
 from airflow_cdc_provider.plugins.spark_ui import address_of, explain, find_job, page
 
 STATIC = Path(__file__).with_name("static")
 
-Values = dict[str, Any]
-# Of submissions, and of applications on each of Spark's masters.
+JsonObject = dict[str, Any]
+# The form of ids of submissions, and of applications on each of Spark's masters.
 _ID = "^[A-Za-z0-9_-]+$"
 router = APIRouter(dependencies=[Depends(requires_access_dag("GET"))])
 
 
 def make_app() -> FastAPI:
-    """The application that Airflow mounts beside its own. The scripts are public, what they ask for is not."""
+    """Return the application that Airflow mounts next to its own; its scripts are public, its data is not."""
     app = FastAPI(title="CDC", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.pipelines = Pipelines()
     app.include_router(router, prefix="/api")
@@ -44,7 +44,7 @@ def make_app() -> FastAPI:
 
 
 class Pipelines:
-    """The pipelines that the page shows, with what is known of them."""
+    """The pipelines that the page shows, with all information on them."""
 
     def __init__(self) -> None:
         self.place = str(conf.get("airflow_cdc", "pipelines"))
@@ -53,8 +53,8 @@ class Pipelines:
         self._ledgers = Ledgers()
         self.polls = SlotPolls()
 
-    def all(self, dags: Dags) -> list[Values]:
-        """A line for each pipeline that the user may see."""
+    def all(self, dags: Dags) -> list[JsonObject]:
+        """Return a summary of each pipeline that the user may see."""
         now, files = time.time(), find_pipelines(self.place)
         reports = self._reports.of(files)
         visible = [file for file in files if dags.visible(file.name)]
@@ -66,16 +66,16 @@ class Pipelines:
         ]
 
     def find(self, name: str, dags: Dags) -> PipelineFile:
-        """The file of a pipeline that the user may see."""
+        """Return the file of a pipeline that the user may see."""
         for file in find_pipelines(self.place):
             if file.name == name and dags.visible(name):
                 return file
         raise HTTPException(404, f"There is no pipeline {name!r}.")
 
-    def describe(self, file: PipelineFile) -> Values:
-        """All that is known of a pipeline."""
+    def describe(self, file: PipelineFile) -> JsonObject:
+        """Return all information on a pipeline."""
         now = time.time()
-        report = read_report(file.pipeline, self._ledgers) if file.pipeline else Report()
+        report = read_report(file.pipeline, self._ledgers) if file.pipeline else PipelineReport()
         polls = self.polls.look([file.path] if wants_poll(report, now) else [])
         return guarded(describe, file, report, polls.get(file.path), now)
 
@@ -89,14 +89,14 @@ PipelinesDep = Annotated[Pipelines, Depends(_pipelines)]
 
 
 @router.get("/pipelines")
-def list_pipelines(pipelines: PipelinesDep, dags: DagsDep) -> Values:
-    """All pipelines, a line each."""
+def list_pipelines(pipelines: PipelinesDep, dags: DagsDep) -> JsonObject:
+    """Return summaries of all pipelines."""
     return {"now": time.time(), "place": pipelines.place, "pipelines": pipelines.all(dags)}
 
 
 @router.get("/pipelines/{name}")
-def show_pipeline(name: str, pipelines: PipelinesDep, dags: DagsDep) -> Values:
-    """One pipeline, with its history, chunks, batches and errors."""
+def show_pipeline(name: str, pipelines: PipelinesDep, dags: DagsDep) -> JsonObject:
+    """Return one pipeline with its history, chunks, batches and errors."""
     file = pipelines.find(name, dags)
     return {"now": time.time(), "may": dags.actions(name)} | pipelines.describe(file)
 
@@ -109,17 +109,17 @@ def show_spark(
     dags: DagsDep,
     application: Annotated[str | None, Query(pattern=_ID)] = None,
 ) -> Response:
-    """Lead a browser to what Spark shows of a job.
+    """Redirect a browser to Spark's page of a job.
 
     :param submission: the id of the job's submission.
-    :param application: the id of its Spark application, for when the state has forgotten the job.
+    :param application: the id of its Spark application; used if the state no longer has the job.
     """
     try:
         pipeline = pipelines.find(name, dags).pipeline
     except HTTPException as e:
-        return HTMLResponse(page(e.detail, f"The page CDC knows the files in {pipelines.place}."), e.status_code)
+        return HTMLResponse(page(e.detail, f"The page CDC shows the files in {pipelines.place}."), e.status_code)
     if pipeline is None:
-        return HTMLResponse(page(f"The file of pipeline {name!r} is not valid.", "The page CDC says why."), 404)
+        return HTMLResponse(page(f"The file of pipeline {name!r} is invalid.", "See the page CDC for the reason."), 404)
     try:
         with reading(pipeline) as state:
             job = find_job(state, read_heartbeats(state), submission, application)
@@ -130,7 +130,7 @@ def show_spark(
 
 
 @router.post("/pipelines/{name}/stop")
-def stop_pipeline(name: str, pipelines: PipelinesDep, dags: DagsDep) -> Values:
+def stop_pipeline(name: str, pipelines: PipelinesDep, dags: DagsDep) -> JsonObject:
     """Ask the pipeline's jobs to end after their current unit."""
     file = pipelines.find(name, dags)
     if not dags.may_stop(name):

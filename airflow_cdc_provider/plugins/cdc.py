@@ -1,7 +1,7 @@
-"""What the provider adds to Airflow beside operators: the page CDC, as an entry of the menu and as a tab on each Dag.
+"""The plugin of the provider: adds the page CDC to Airflow, as a menu entry and as a tab on each Dag.
 
-Every process of Airflow imports this module, and only the API server needs the page's endpoints: they are made when it
-asks for them.
+Every process of Airflow imports this module, but only the API server needs the page's endpoints. Therefore they are
+created only on request.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from airflow.plugins_manager import AirflowPlugin
 
 from airflow_cdc_provider import __version__
 
-# Relative addresses are resolved against Airflow's base URL, whatever it is. The version keeps browsers from running
-# the scripts of another one.
+# Relative addresses are resolved against Airflow's base URL. The version in the path keeps browsers from running cached
+# scripts of another version.
 _STATIC = f"cdc/static/{__version__}"
 _APP = {
     "name": "CDC",
@@ -25,7 +25,7 @@ _APP = {
 
 
 class CdcPlugin(AirflowPlugin):
-    """Loaded through the entry point ``airflow.plugins``."""
+    """The plugin that Airflow loads through the entry point ``airflow.plugins``."""
 
     name = "airflow_cdc"
     react_apps = [
@@ -35,14 +35,14 @@ class CdcPlugin(AirflowPlugin):
 
     @cached_property
     def fastapi_apps(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The endpoints that the page asks, and its scripts."""
+        """Return the application with the page's endpoints and scripts."""
         from airflow_cdc_provider.plugins.api import make_app
 
         return [{"app": make_app(), "url_prefix": "/cdc", "name": "CDC"}]
 
     @property
     def timetables(self) -> list[Any]:  # type: ignore[override]
-        """The schedules; imported by who asks for them, since every process of Airflow loads the plugin."""
+        """Return the timetables; imported on request, because every process of Airflow loads the plugin."""
         from airflow_cdc_provider.timetables.backfill import BackfillTimetable
 
         return [BackfillTimetable]

@@ -1,6 +1,6 @@
-"""The Dags that run pipelines, and what the user may do to them: all that the page asks of Airflow itself.
+"""The Dags that run pipelines, and the user's permissions on them; the page queries nothing else from Airflow itself.
 
-A pipeline's own Dag is the one that has the tags ``cdc`` and ``cdc:<pipeline>``, as ``cdc_dag()`` gives them.
+A pipeline's own Dag is the one with the tags ``cdc`` and ``cdc:<pipeline>``, which ``cdc_dag()`` sets.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from airflow_cdc_provider.dag import pipeline_tag
 
 TAG = "cdc"
 RUN_DAG, VERIFY_DAG = "cdc_pipeline", "cdc_verify"
-"""The Dag for pipelines that have none of their own, and the one that compares; both take the file as a parameter."""
+"""The Dag for pipelines without their own Dag, and the one that verifies; both take the file as a parameter."""
 
 
 @dataclass
 class CdcDag:
     """A Dag with the tag ``cdc``.
 
-    :param tags: the others that it has.
+    :param tags: its other tags.
     """
 
     dag_id: str
@@ -36,7 +36,7 @@ class CdcDag:
 
 
 class Dags:
-    """The Dags of this provider as the user may use them, asked of Airflow as its own endpoints ask."""
+    """The Dags of this provider and the user's permissions on them, queried as Airflow's own endpoints do."""
 
     def __init__(self, request: Request, user: GetUserDep, session: SessionDep) -> None:
         self._request = request
@@ -54,26 +54,26 @@ class Dags:
             self._dags.setdefault(dag_id, CdcDag(dag_id, is_paused)).tags.add(tag)
 
     def own(self, pipeline: str) -> CdcDag | None:
-        """The Dag that runs this pipeline and no other."""
+        """Return the Dag that runs only this pipeline, if there is one."""
         expected = self._dags.get(f"{TAG}_{pipeline}")
         tagged = [dag for dag in self._dags.values() if pipeline_tag(pipeline) in dag.tags]
         return expected if expected in tagged else next(iter(tagged), None)
 
     def visible(self, pipeline: str) -> bool:
-        """Whether the user may see a pipeline: its own Dag, or without one the Dag for such pipelines."""
+        """Return whether the user may see a pipeline: its own Dag, or otherwise the shared Dag."""
         own = self.own(pipeline)
         return self._may("GET", own.dag_id if own else RUN_DAG)
 
     def may_stop(self, pipeline: str) -> bool:
-        """Whether the user may end what the pipeline's Dag runs."""
+        """Return whether the user may end runs of the pipeline's Dag."""
         own = self.own(pipeline)
         return self._may("PUT", own.dag_id if own else RUN_DAG, DagAccessEntity.RUN)
 
     def actions(self, pipeline: str) -> Mapping[str, Any]:
-        """What the page has buttons for; Airflow decides again when one is pressed.
+        """Return the actions that the page has buttons for; Airflow checks permissions again when one is pressed.
 
         :returns: whether the user may ``stop`` the jobs; the Dag that runs the pipeline and the one that verifies it,
-            ``None`` where there is none, each with what the user may do to it.
+            or ``None`` if there is none, each with the user's permissions on it.
         """
         own = self.own(pipeline)
         return {
@@ -95,7 +95,7 @@ class Dags:
 
     def _may(self, method: Literal["GET", "POST", "PUT"], dag_id: str, entity: DagAccessEntity | None = None) -> bool:
         asked = (method, dag_id, entity)
-        if asked not in self._decided:  # once a Dag: an auth manager may have to ask a server
+        if asked not in self._decided:  # only once for each Dag, because an auth manager may have to ask a server
             try:
                 requires_access_dag(method, entity, dag_id)(self._request, self._user)
             except HTTPException:

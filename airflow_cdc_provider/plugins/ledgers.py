@@ -1,7 +1,7 @@
-"""The chunks of a pipeline's tables as the cells of a grid, of which each has several where a table has many chunks.
+"""The chunks of a pipeline's tables as the cells of a grid; if a table has many chunks, a cell has several of them.
 
-A ledger is read and divided once for all who look, until its file is replaced: it may have a hundred thousand chunks.
-What jobs have told since is laid over it by ranges.
+A ledger may have a hundred thousand chunks. Therefore it is read and divided once for all users, until its file is
+replaced. Later reports of jobs are applied to it as ranges.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.heartbeat import Heartbeat
 
 CELLS = 240
-"""Cells of a table's grid; tables of more chunks have several in a cell."""
+"""Maximum number of cells of a table's grid; if a table has more chunks, a cell has several of them."""
 _FILE = "ledger.json"
 _REMEMBERED = 32
-"""Ledgers that are kept, those that were asked for last."""
+"""Number of most recently used ledgers that are kept."""
 
-Values = dict[str, Any]
+JsonObject = dict[str, Any]
 Ranges = Iterable[Sequence[Any]]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Some chunks of a table that follow each other, by their positions: ``begin`` up to but without ``end``."""
+    """Consecutive chunks of a table by their positions: ``begin`` is included, ``end`` is not."""
 
     title: str
     begin: int
@@ -41,7 +41,7 @@ class Cell:
 class TableChunks:
     """The chunks of a table, in the order of their indices.
 
-    :param finished: for each a byte, 1 for those that the ledger has as finished.
+    :param finished: a byte for each chunk, 1 if the ledger has it as finished.
     """
 
     table: str
@@ -52,7 +52,7 @@ class TableChunks:
 
     @classmethod
     def of(cls, table: str, chunks: Iterable[Mapping[str, Any]]) -> TableChunks:
-        """Divide the chunks of a table, as they stand in a ledger."""
+        """Divide the chunks of a table in a ledger into cells."""
         ordered = sorted(chunks, key=lambda chunk: int(chunk["index"]))
         width = math.ceil(len(ordered) / CELLS)
         groups = [(begin, ordered[begin : begin + width]) for begin in range(0, len(ordered), width)]
@@ -64,14 +64,14 @@ class TableChunks:
             [Cell(_title(group), begin, begin + len(group)) for begin, group in groups],
         )
 
-    def shown(self, told: Ranges, working: Ranges) -> Values:
-        """Return the table with its cells: the part of each that is ``done``, and whether one of it is ``running``.
+    def shown(self, finished: Ranges, working: Ranges) -> JsonObject:
+        """Return the table with its cells: the fraction of a cell that is ``done``, and whether it is ``running``.
 
-        :param told: ranges of chunks, of any table, that jobs have finished since the ledger was written.
-        :param working: the same of those that jobs are at.
+        :param finished: ranges of chunks, of any table, that jobs have finished since the ledger was written.
+        :param working: ranges of chunks, of any table, that jobs are copying.
         """
         done, begun = bytearray(self.finished), bytearray(len(self.finished))
-        self._mark(done, told)
+        self._mark(done, finished)
         self._mark(begun, working)
         running = (int.from_bytes(begun) & ~int.from_bytes(done)).to_bytes(len(done))
         return {
@@ -100,7 +100,7 @@ class TableChunks:
 class Ledger:
     """The tables of a pipeline.
 
-    :param epoch: of the run that wrote the ledger.
+    :param epoch: the epoch of the run that wrote the ledger.
     """
 
     epoch: int
@@ -114,28 +114,28 @@ class Ledger:
             tables[str(chunk["table"])].append(chunk)
         return cls(int(values["epoch"]), [TableChunks.of(table, chunks) for table, chunks in tables.items()])
 
-    def shown(self, beats: Iterable[Heartbeat]) -> list[Values]:
-        """Return the tables with what jobs have told of their chunks since.
+    def shown(self, beats: Iterable[Heartbeat]) -> list[JsonObject]:
+        """Return the tables, updated by the reports of jobs on their chunks.
 
-        :param beats: their heartbeats; those of earlier runs do not count.
+        :param beats: the jobs' heartbeats; those of earlier runs are ignored.
         """
         since = [beat for beat in beats if beat.epoch >= self.epoch]
-        told = [each for beat in since for each in beat.progress.get("finished_chunks", ())]
+        finished = [each for beat in since for each in beat.progress.get("finished_chunks", ())]
         working = [each for beat in since if beat.alive for each in beat.progress.get("running_chunks", ())]
-        return [table.shown(told, working) for table in self.tables]
+        return [table.shown(finished, working) for table in self.tables]
 
 
 class Ledgers:
-    """Reads ledgers, each once as long as its file is the same."""
+    """A cache of ledgers; each is read again only after its file has changed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[str, tuple[str, Ledger | None]] = {}
 
     def of(self, state: State) -> Ledger | None:
-        """Return the ledger of a pipeline, ``None`` when it has none.
+        """Return the ledger of a pipeline, or ``None`` if it has none.
 
-        :raises StateUnwritable: when the state cannot be read.
+        :raises StateUnwritable: if the state cannot be read.
         """
         version = state.version(_FILE)
         if version is None:

@@ -1,6 +1,6 @@
-"""What the page CDC shows of a pipeline, put together from what its jobs have left in its state.
+"""Prepares the data of a pipeline for the page CDC, from the reports of its jobs in the state.
 
-LSNs are strings, since JavaScript rounds large integers.
+LSNs are strings, because JavaScript rounds large integers.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from airflow_cdc_provider.engine.postgres.slots import SlotState
 from airflow_cdc_provider.engine.sources.postgres.settings import has_slot, postgres_settings
 from airflow_cdc_provider.engine.state.heartbeat import STREAM, Heartbeat
 from airflow_cdc_provider.plugins.pipeline_files import PipelineFile
-from airflow_cdc_provider.plugins.reports import Report
-from airflow_cdc_provider.plugins.slot_polls import Poll
+from airflow_cdc_provider.plugins.reports import PipelineReport
+from airflow_cdc_provider.plugins.slot_polls import SlotAnswer
 from airflow_cdc_provider.remedy import in_airflow
 
-Values: TypeAlias = dict[str, Any]
+JsonObject: TypeAlias = dict[str, Any]
 
 FRESH_SECONDS = 30.0
-"""What a job has said of its slot for so long is taken for what is."""
+"""Seconds for which a slot position reported by a job counts as current."""
 _TREND_POINTS = 32
 _OF_SLOT = ("restart_lsn", "confirmed_flush_lsn", "retained_bytes")
 
 
-def condition(report: Report, slot: Mapping[str, Any] | None = None) -> str:
-    """Return the state of a pipeline, as ``airflow-cdc status`` has it, and ``unreadable``.
+def condition(report: PipelineReport, slot: Mapping[str, Any] | None = None) -> str:
+    """Return the state of a pipeline, as in ``airflow-cdc status``, or ``unreadable``.
 
-    :param slot: what is known of its slot.
+    :param slot: the known state of its slot.
     """
     if report.unreadable is not None:
         return "unreadable"
@@ -49,30 +49,32 @@ def condition(report: Report, slot: Mapping[str, Any] | None = None) -> str:
     return "stopped" if report.beats else "new"
 
 
-Telling: TypeAlias = Callable[[PipelineFile, Report, Poll | None, float], Values]
+Telling: TypeAlias = Callable[[PipelineFile, PipelineReport, SlotAnswer | None, float], JsonObject]
 
 
-def guarded(tell: Telling, file: PipelineFile, report: Report, poll: Poll | None, now: float) -> Values:
-    """Tell of a pipeline; one whose state holds what nobody expects is ``unreadable``, and others are shown as ever.
+def guarded(
+    tell: Telling, file: PipelineFile, report: PipelineReport, poll: SlotAnswer | None, now: float
+) -> JsonObject:
+    """Describe a pipeline; one with unexpected contents in its state is ``unreadable`` and does not affect others.
 
     :param tell: :func:`summarize` or :func:`describe`.
     """
     try:
         return tell(file, report, poll, now)
-    except Exception as e:  # the files of a state may hold anything
+    except Exception as e:  # the files of a state may have any contents
         place = f"{file.pipeline.state}/{_culprit(tell, file, report, now)}" if file.pipeline else str(file.path)
         damaged = StateDamaged(
-            f"{place} is of a shape that the page does not know: {type(e).__name__} {e}",
-            "Delete that file: jobs write it again. If a job of another version writes it, install one version of"
+            f"{place} has a structure that the page does not know: {type(e).__name__} {e}",
+            "Delete that file; jobs write it again. If a job of another version writes it, install the same version of"
             " the provider everywhere.",
         )
-        return tell(file, Report(unreadable=damaged), None, now)
+        return tell(file, PipelineReport(unreadable=damaged), None, now)
 
 
-def _culprit(tell: Telling, file: PipelineFile, report: Report, now: float) -> str:
-    """Return the file of a state that cannot be told of."""
-    parts = {f"jobs/{beat.part}.json": Report((beat,)) for beat in report.beats}
-    parts |= {"error.json": Report(error=report.error), "history": Report(history=report.history)}
+def _culprit(tell: Telling, file: PipelineFile, report: PipelineReport, now: float) -> str:
+    """Return the file of a state that causes the failure."""
+    parts = {f"jobs/{beat.part}.json": PipelineReport((beat,)) for beat in report.beats}
+    parts |= {"error.json": PipelineReport(error=report.error), "history": PipelineReport(history=report.history)}
     for name, alone in parts.items():
         try:
             tell(file, alone, None, now)
@@ -81,23 +83,23 @@ def _culprit(tell: Telling, file: PipelineFile, report: Report, now: float) -> s
     return "ledger.json"
 
 
-def wants_poll(report: Report, now: float) -> bool:
-    """Whether a server must be asked for the slot, as no job says how it is."""
+def wants_poll(report: PipelineReport, now: float) -> bool:
+    """Return whether the server must be asked for the slot, because no job reports it."""
     try:
         slot = _reported_slot(report)
         return bool(report.beats) and (slot is None or now - slot["at"] > FRESH_SECONDS)
-    except (LookupError, TypeError, ValueError):  # of which `guarded` tells
+    except (LookupError, TypeError, ValueError):  # `guarded` reports these
         return False
 
 
-def summarize(file: PipelineFile, report: Report, poll: Poll | None, now: float) -> Values:
-    """A pipeline as a line among others.
+def summarize(file: PipelineFile, report: PipelineReport, poll: SlotAnswer | None, now: float) -> JsonObject:
+    """Return a summary of a pipeline for the list.
 
-    :param poll: what its server has said of the slot.
+    :param poll: the answer of its server about the slot.
     :param now: seconds since 1970.
     """
     pipeline = file.pipeline
-    common: Values = {"name": file.name, "file": str(file.path), "state": "invalid"}
+    common: JsonObject = {"name": file.name, "file": str(file.path), "state": "invalid"}
     if pipeline is None:
         return common | {"error": file.error.as_dict() if file.error else None}
     alive = _alive(report)
@@ -123,8 +125,8 @@ def summarize(file: PipelineFile, report: Report, poll: Poll | None, now: float)
     }
 
 
-def describe(file: PipelineFile, report: Report, poll: Poll | None, now: float) -> Values:
-    """A pipeline with all that is known of it; see :func:`summarize`."""
+def describe(file: PipelineFile, report: PipelineReport, poll: SlotAnswer | None, now: float) -> JsonObject:
+    """Return a pipeline with all information on it; see :func:`summarize`."""
     summary = summarize(file, report, poll, now)
     pipeline = file.pipeline
     if pipeline is None:
@@ -151,16 +153,16 @@ def describe(file: PipelineFile, report: Report, poll: Poll | None, now: float) 
     }
 
 
-def _alive(report: Report) -> list[Heartbeat]:
+def _alive(report: PipelineReport) -> list[Heartbeat]:
     return [beat for beat in report.beats if beat.alive]
 
 
 def _progress(beats: Iterable[Heartbeat], key: str) -> Any:
-    """The first that one of the jobs says of something."""
+    """Return the first value that one of the jobs reports for a key."""
     return next((beat.progress[key] for beat in beats if beat.progress.get(key) is not None), None)
 
 
-def _error(report: Report, slot: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+def _error(report: PipelineReport, slot: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     if report.unreadable is not None:
         return report.unreadable.as_dict()
     waiting = (beat.progress["restart"]["error"] for beat in _alive(report) if "restart" in beat.progress)
@@ -175,8 +177,8 @@ def _for_readers(error: Mapping[str, Any]) -> Mapping[str, Any]:
 # -- the slot ----------------------------------------------------------------------------------------
 
 
-def _reported_slot(report: Report) -> Values | None:
-    """What the jobs have last said of the slot."""
+def _reported_slot(report: PipelineReport) -> JsonObject | None:
+    """Return the last state of the slot that the jobs have reported."""
     found = [
         {"at": beat.at, **beat.progress["slot"], "applied_lsn": beat.progress.get("applied_lsn")}
         for beat in _alive(report)
@@ -186,8 +188,10 @@ def _reported_slot(report: Report) -> Values | None:
     return max(found, key=lambda each: float(each["at"]), default=None)
 
 
-def _slot(pipeline: Pipeline, report: Report, poll: Poll | None, last: Mapping[str, Any]) -> Values | None:
-    """The slot's present state, as the one says who saw it last, and where it stands in the log."""
+def _slot(
+    pipeline: Pipeline, report: PipelineReport, poll: SlotAnswer | None, last: Mapping[str, Any]
+) -> JsonObject | None:
+    """Return the slot's current state according to the latest observation, with its position in the log."""
     if not has_slot(pipeline):
         return None
     name = {"name": postgres_settings(pipeline).slot}
@@ -206,7 +210,7 @@ def _slot(pipeline: Pipeline, report: Report, poll: Poll | None, last: Mapping[s
 
 
 def _trouble(pipeline: Pipeline, slot: SlotState | None) -> Mapping[str, str] | None:
-    """Return why a slot cannot continue the copy; one that a finished copy has removed is none."""
+    """Return why a slot cannot continue the copy; a slot that was removed after a finished copy is not a problem."""
     name = postgres_settings(pipeline).slot
     if slot is None and pipeline.snapshot.mode != "only":
         what = f"the source has no replication slot {name}"
@@ -216,13 +220,13 @@ def _trouble(pipeline: Pipeline, slot: SlotState | None) -> Mapping[str, str] | 
         return None
     return GateClosed(
         what,
-        "If the pipeline is to go on, run `airflow-cdc resnapshot --all`: it makes the slot again and reads all tables"
-        " again.",
+        "If the pipeline is to continue, run `airflow-cdc resnapshot --all`, which recreates the slot and reads all"
+        " tables again.",
     ).as_dict()
 
 
-def _placed(pipeline: Pipeline, slot: Mapping[str, Any]) -> Values:
-    """A slot with its budget, and the bytes of log between its positions."""
+def _placed(pipeline: Pipeline, slot: Mapping[str, Any]) -> JsonObject:
+    """Return a slot with its budget, and the bytes of log between its positions."""
     budget = Budget(pipeline.stream.max_retained_wal, pipeline.stream.on_max_retained_wal)
     retained = slot["retained_bytes"] or 0
     restart = parse_lsn(slot["restart_lsn"])
@@ -248,13 +252,13 @@ def _placed(pipeline: Pipeline, slot: Mapping[str, Any]) -> Values:
 
 
 def _trend(values: Sequence[int]) -> list[int]:
-    """Evenly chosen values, the last one included."""
+    """Return evenly spaced values, the last one included."""
     step = max(1, math.ceil(len(values) / _TREND_POINTS))
     return list(values[::-1][::step][::-1])
 
 
-def _series(samples: Sequence[Mapping[str, Any]]) -> Values:
-    """The samples that charts draw, as columns."""
+def _series(samples: Sequence[Mapping[str, Any]]) -> JsonObject:
+    """Return the samples for the charts as columns."""
     names = ("at", "retained_bytes", "lag_bytes", "lag_seconds", "rows_per_second")
     return {name: [sample[name] for sample in samples] for name in names}
 
@@ -262,8 +266,8 @@ def _series(samples: Sequence[Mapping[str, Any]]) -> Values:
 # -- the snapshot ------------------------------------------------------------------------------------
 
 
-def _snapshot(alive: Sequence[Heartbeat]) -> Values | None:
-    """How far the jobs are that copy chunks at present; ``eta`` in seconds."""
+def _snapshot(alive: Sequence[Heartbeat]) -> JsonObject | None:
+    """Return the progress of the jobs that are copying chunks; ``eta`` is in seconds."""
     parts = [beat.progress for beat in alive if beat.progress.get("chunks")]
     if not parts:
         return None

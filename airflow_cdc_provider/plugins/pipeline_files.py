@@ -1,4 +1,4 @@
-"""The pipeline files that the page shows, as ``[airflow_cdc] pipelines`` says where they are."""
+"""The pipeline files that the page shows, found in the location ``[airflow_cdc] pipelines``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SUFFIXES = (".yaml", ".yml")
 
 @dataclass(frozen=True)
 class PipelineFile:
-    """A pipeline file, right or wrong.
+    """A valid or invalid pipeline file.
 
-    :param name: the pipeline's; of a file that is wrong, the file's.
-    :param pipeline: ``None`` if the file is wrong; source and sinks have no addresses.
+    :param name: the pipeline's name, or the file's name if the file is invalid.
+    :param pipeline: ``None`` if the file is invalid; source and sinks have no addresses.
     """
 
     path: Path
@@ -33,7 +33,7 @@ def find_pipelines(place: str) -> list[PipelineFile]:
     """Find and read pipeline files.
 
     :param place: a folder, or a glob of files.
-    :returns: by name; a file is wrong if another one before it has its name.
+    :returns: the files sorted by name; a file is invalid if an earlier one has the same pipeline name.
     """
     return sorted(_unique(map(read_pipeline, _paths(place))), key=lambda file: (file.name, file.path))
 
@@ -53,14 +53,14 @@ def _unique(files: Iterable[PipelineFile]) -> Iterable[PipelineFile]:
             yield file
         else:
             error = ConfigError(
-                f"{file.path} is a pipeline {file.name!r}, and so is {first}",
-                "Give each pipeline a name of its own: it is that of its slot, publication and record.",
+                f"{file.path} and {first} have the same pipeline name {file.name!r}",
+                "Give each pipeline a different name, because slot, publication and commit record are named after it.",
             )
             yield PipelineFile(file.path, file.path.stem, error=error)
 
 
 def read_pipeline(path: Path) -> PipelineFile:
-    """Read a pipeline file, unless it is as it was the last time."""
+    """Read a pipeline file, unless it has not changed since the last time."""
     try:
         found = path.stat()
     except OSError:
@@ -71,11 +71,11 @@ def read_pipeline(path: Path) -> PipelineFile:
 @lru_cache(maxsize=1024)
 def _read(path: Path, changed: int, size: int) -> PipelineFile:
     try:
-        pipeline = Pipeline.outline(path)  # where the page is served, connections may be unknown
+        pipeline = Pipeline.outline(path)  # the API server may not know the connections
         if unknown := VARIABLE.search(pipeline.state):
             raise ConfigError(
                 f"state names the environment variable {unknown[1]}, which is not set",
-                f"Set {unknown[1]} where Airflow's page is served, too: it shows what the state says.",
+                f"Set {unknown[1]} also for Airflow's API server, because the page CDC reads the state.",
             )
     except CdcError as e:
         return PipelineFile(path, path.stem, error=e)

@@ -1,4 +1,4 @@
-"""What source servers say of slots on which no job reports: asked in the background, so that no page waits for them."""
+"""Asks source servers for slots that no job reports on, in the background, so that no page waits for them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _SERVERS_AT_A_TIME = 4
 
 
 @dataclass(frozen=True)
-class Poll:
-    """An answer about one slot, or why there is none.
+class SlotAnswer:
+    """An answer about one slot, or the reason why there is none.
 
     :param at: seconds since 1970.
     :param slot: ``None`` if the server has no slot of this name.
@@ -39,18 +39,18 @@ class Poll:
 
 
 class SlotPolls:
-    """The latest answers; those that are asked for and older than a while are fetched anew, one query a server."""
+    """A cache of the latest answers; outdated ones are fetched again on request, with one query for each server."""
 
     def __init__(self) -> None:
-        self._polls: dict[Path, Poll] = {}
+        self._polls: dict[Path, SlotAnswer] = {}
         self._asked: dict[Path, float] = {}
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(_SERVERS_AT_A_TIME, thread_name_prefix="slot-poll")
 
-    def look(self, paths: Iterable[Path]) -> Mapping[Path, Poll]:
-        """What is known of the slots of pipeline files, at once.
+    def look(self, paths: Iterable[Path]) -> Mapping[Path, SlotAnswer]:
+        """Return the known answers for the slots of pipeline files, without waiting.
 
-        :returns: without those that no server has been asked for yet.
+        :returns: the answers by file; files without an answer so far are missing.
         """
         wanted, now = list(paths), time.monotonic()
         with self._lock:
@@ -67,7 +67,7 @@ class SlotPolls:
             try:
                 pipeline = load_pipeline(path).pipeline
             except CdcError as e:
-                self._note({path: Poll(time.time(), error=e)})
+                self._note({path: SlotAnswer(time.time(), error=e)})
             else:
                 if has_slot(pipeline):
                     servers[without_database(postgres_settings(pipeline).dsn)][path] = pipeline
@@ -79,28 +79,28 @@ class SlotPolls:
         slots = Slots(LOG_START, {})
         error: CdcError | None = None
         try:
-            with connected(_hasty(dsn), settings={"statement_timeout": f"{_ANSWER_SECONDS}s"}) as source:
+            with connected(_with_short_timeout(dsn), settings={"statement_timeout": f"{_ANSWER_SECONDS}s"}) as source:
                 slots = read_slots(source)
         except CdcError as e:
             error = e
         except DRIVER_ERRORS as e:
             error = driver_failure(e, "asking for the slots")
         if error is not None and error.retry is not Retry.RETRY and len(pipelines) > 1:
-            # What one database refuses, the others may grant.
+            # If one database refuses the query, the others may still answer it.
             for path, pipeline in pipelines.items():
                 self._pool.submit(self._ask_server, {path: pipeline})
             return
         now = time.time()
         self._note(
-            {path: Poll(now, slots.states.get(postgres_settings(p).slot), error) for path, p in pipelines.items()}
+            {path: SlotAnswer(now, slots.states.get(postgres_settings(p).slot), error) for path, p in pipelines.items()}
         )
 
-    def _note(self, polls: Mapping[Path, Poll]) -> None:
+    def _note(self, polls: Mapping[Path, SlotAnswer]) -> None:
         with self._lock:
             self._polls.update(polls)
 
 
-def _hasty(dsn: str) -> str:
-    """The DSN of a session that is not waited for as long as a job would."""
+def _with_short_timeout(dsn: str) -> str:
+    """Return the DSN for a session with a shorter timeout than that of jobs."""
     separator = "&" if urlsplit(dsn).query else "?"
     return f"{dsn}{separator}connect_timeout={_ANSWER_SECONDS}"

@@ -1,4 +1,4 @@
-"""Where Spark shows the application of a job: in its own UI while it lives, then on the history server."""
+"""Finds the page of a job's Spark application: its own UI while it is alive, later the history server."""
 
 from __future__ import annotations
 
@@ -29,58 +29,58 @@ body {{ font: 1rem/1.5 system-ui, sans-serif; margin: 15vh auto; max-width: 40re
 
 @dataclass(frozen=True)
 class SparkJob:
-    """What is known of a job.
+    """The known information on a job.
 
-    :param submission: ``None`` when the state has forgotten it.
-    :param beat: its last heartbeat; ``None`` before the first, and when a later job of its part has overwritten it.
-    :param told: id of its Spark application as the link says it, ``None`` if it does not.
+    :param submission: ``None`` if the state no longer has it.
+    :param beat: its last heartbeat; ``None`` before the first one, and if a later job of its part has overwritten it.
+    :param linked: id of its Spark application from the link, if the link has it.
     """
 
     submission: Submission | None
     beat: Heartbeat | None
-    told: str | None = None
+    linked: str | None = None
 
     @property
     def application(self) -> str | None:
-        """Id of its Spark application."""
+        """Return the id of its Spark application."""
         return next(
-            (known.application for known in (self.beat, self.submission) if known and known.application), self.told
+            (known.application for known in (self.beat, self.submission) if known and known.application), self.linked
         )
 
     @property
     def alive(self) -> bool:
-        """Whether its Spark application must be taken for alive."""
+        """Return whether its Spark application counts as alive."""
         return self.beat is not None and self.beat.alive
 
     @property
-    def vouched(self) -> bool:
-        """Whether its web UI is on the host that its submission names, and not only where the job says."""
+    def confirms_host(self) -> bool:
+        """Return whether its submission confirms the host of the web UI that the job reports."""
         host = urlsplit((self.beat and self.beat.ui) or "").hostname
         return host is not None and self.submission is not None and host in self.submission.hosts
 
     @property
-    def begins(self) -> bool:
-        """Whether it has no Spark application yet."""
+    def is_starting(self) -> bool:
+        """Return whether it has no Spark application yet."""
         waits = self.beat is None and self.submission is not None and self.submission.ended_at is None
         return self.application is None and (self.alive or waits)
 
 
-def find_job(state: State, beats: Iterable[Heartbeat], submission: str, told: str | None) -> SparkJob:
+def find_job(state: State, beats: Iterable[Heartbeat], submission: str, linked: str | None) -> SparkJob:
     """Look up a job by the id of its submission.
 
     :param beats: the heartbeats in the state.
     """
     return SparkJob(
-        read(state, submission), next((beat for beat in beats if beat.submission == submission), None), told
+        read(state, submission), next((beat for beat in beats if beat.submission == submission), None), linked
     )
 
 
 def address_of(job: SparkJob, history_server: str) -> str | None:
-    """Where to look at a job; ``None`` when there is nothing to be seen.
+    """Return the address of a job's page, or ``None`` if there is none.
 
-    :param history_server: its address; empty for none.
+    :param history_server: address of the history server; empty for none.
     """
-    if job.alive and job.beat is not None and _is_web(job.beat.ui) and job.vouched:
+    if job.alive and job.beat is not None and _is_web(job.beat.ui) and job.confirms_host:
         return job.beat.ui
     if job.application is not None and _is_web(history_server):
         return f"{history_server.rstrip('/')}/history/{job.application}/"
@@ -88,40 +88,40 @@ def address_of(job: SparkJob, history_server: str) -> str | None:
 
 
 def explain(job: SparkJob) -> tuple[str, str]:
-    """Why there is nothing to be seen of a job, and what to do about it."""
-    if job.begins:
-        return "The Spark application of this job has not begun yet.", "Load this page again in some seconds."
+    """Return why there is no page of a job, and a remedy."""
+    if job.is_starting:
+        return "The Spark application of this job has not started yet.", "Reload this page in some seconds."
     if job.application is None:
         return (
-            "It is not known which Spark application this job was.",
-            "Either it ended before it had begun one, or it ended so long ago that the pipeline's state has forgotten"
-            " it. What it has printed stands in the log of the task.",
+            "The Spark application of this job is unknown.",
+            "Either the job ended before it had started one, or it ended so long ago that the pipeline's state no"
+            " longer has it. See the log of the task for the output of the job.",
         )
     if job.alive and job.beat is not None and _is_web(job.beat.ui):
         return (
-            f"The Spark application {job.application} says that its UI is at {job.beat.ui}.",
-            "Nobody has vouched for that address: the job's submission names no such host, as for a driver that a"
-            " cluster runs. Open it if you know it.",
+            f"The Spark application {job.application} reports that its UI is at {job.beat.ui}.",
+            "This address is not confirmed: the job's submission does not name that host, for example because a"
+            " cluster runs the driver. Open it only if you know it.",
         )
     if job.alive:
         return (
             f"The Spark application {job.application} is running without a UI.",
-            "Leave out spark.ui.enabled=false in the Spark configuration of the pipeline or of the task.",
+            "Remove spark.ui.enabled=false from the Spark configuration of the pipeline or of the task.",
         )
     return (
-        f"The Spark application {job.application} has ended, and its UI with it.",
-        "To look at ended ones, run a Spark history server, let the jobs write event logs for it"
-        " (spark.eventLog.enabled and spark.eventLog.dir), and name it in [airflow_cdc] spark_history_server.",
+        f"The Spark application {job.application} has ended, so its UI is gone.",
+        "To see ended applications, run a Spark history server, let the jobs write event logs for it"
+        " (spark.eventLog.enabled and spark.eventLog.dir), and set [airflow_cdc] spark_history_server to its address.",
     )
 
 
 def page(reason: str, solution: str) -> str:
-    """A page in the place of Spark's."""
+    """Return a page that is shown instead of Spark's."""
     return _PAGE.format(reason=escape(reason), solution=escape(solution))
 
 
 def _is_web(address: str | None) -> bool:
-    """Whether a browser may be sent to an address: never to ``javascript:`` and the like."""
+    """Return whether a browser may be redirected to an address; never to ``javascript:`` and similar schemes."""
     if not address:
         return False
     parts = urlsplit(address)

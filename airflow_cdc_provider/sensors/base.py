@@ -1,4 +1,4 @@
-"""The base of the sensors: each names an expectation and its arguments, and waits for it in the triggerer."""
+"""The base of the sensors: each names a condition and its arguments, and waits for it in the triggerer."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from airflow.triggers.base import StartTriggerArgs
 
 from airflow_cdc_provider.engine.core.lsn import LOG_START, Lsn
 from airflow_cdc_provider.hooks.cdc import airflow_failures
-from airflow_cdc_provider.triggers.slots import ExpectationTrigger, notice
+from airflow_cdc_provider.triggers.slots import ExpectationTrigger, timeout_margin
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
-    from airflow_cdc_provider.engine.commands.wait_conditions import Expectation, Judgement
+    from airflow_cdc_provider.engine.commands.wait_conditions import Evaluation, WaitCondition
 
 _START_KEY = "slot_at_first_poke"
 
-# A triggerer of Airflow 3.3 takes requests for a few things only, and who asks for another, such as the XComs of a
-# task, waits for ever.
+# A triggerer of Airflow 3.3 supports only a few kinds of requests; others, such as for the XComs of a task, hang
+# forever.
 _FOR_WORKERS = re.compile(
     r"\{[{%].*\b(ti|task_instance|inlet_events|outlet_events|triggering_asset_events|prev_\w+_success)\b", re.DOTALL
 )
 
 
 class CdcSensor(BaseSensorOperator):
-    """Waits until something that is expected of a slot, or of its pipeline, has come true.
+    """A sensor that waits until a condition on a slot, or on its pipeline, holds.
 
     The task starts in the triggerer and ends there: no worker is used unless it fails. Mapped tasks, and those with
     arguments that only a worker can resolve (an ``XComArg``, a template with ``ti``), start on a worker and are
-    deferred at once. What cannot come true any more fails the task without retries, also with ``soft_fail``, which
-    is for time-outs.
+    deferred immediately. If the condition can no longer become true, the task fails without retries, also with
+    ``soft_fail``, which applies only to timeouts.
 
-    :param arguments: of the expectation, by name. They become attributes and template fields.
+    :param arguments: the arguments of the condition by name. They become attributes and template fields.
     :param pipeline: path of a pipeline file, whose slot is watched. (templated)
     :param conn_id: a connection of type ``postgres_cdc`` or ``postgres``. (templated)
     :param slot: the slot's name, with ``conn_id``. (templated)
-    :param deferrable: wait in the triggerer; otherwise on a worker, as ``mode`` says.
+    :param deferrable: whether to wait in the triggerer; otherwise on a worker, according to ``mode``.
     """
 
     template_fields: Sequence[str] = ("pipeline", "conn_id", "slot")
@@ -52,11 +52,11 @@ class CdcSensor(BaseSensorOperator):
         trigger_cls=f"{ExpectationTrigger.__module__}.{ExpectationTrigger.__qualname__}",
         next_method="execute_complete",
     )
-    # Of an instance, never of the class: Airflow would start mapped tasks without their arguments.
+    # Set only on instances: if the class had it, Airflow would start mapped tasks without their arguments.
     start_from_trigger = False
 
     kind: str
-    """The expectation's, a class attribute of each sensor."""
+    """The kind of the condition, a class attribute of each sensor."""
 
     def __init__(
         self,
@@ -89,57 +89,57 @@ class CdcSensor(BaseSensorOperator):
             )
 
     def execute(self, context: Context) -> None:
-        """Wait; where Airflow has not started the task in the triggerer, hand it over."""
+        """Wait; if Airflow has not started the task in the triggerer, defer it."""
         if self.deferrable:
             self.defer(trigger=self._trigger(), method_name="execute_complete", timeout=self._airflow_timeout())
         with self._soft_for_timeouts_only():
             super().execute(context)
 
     def execute_complete(self, context: Context, event: object = None) -> None:
-        """Fail as the trigger says; an event that says nothing is a success."""
+        """Fail with the trigger's message; an event without a message is a success."""
         if isinstance(event, Mapping) and "message" in event:
             kind = AirflowSensorTimeout if event["timed_out"] else AirflowFailException
             raise kind(f"{event['message']}.\n{event['solution']}")
 
     def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
-        """Go on after the trigger."""
+        """Continue after the trigger."""
         with self._soft_for_timeouts_only():
             return super().resume_execution(next_method, next_kwargs, context)
 
     def poke(self, context: Context) -> bool:
-        """Look once, from this process."""
-        from airflow_cdc_provider.engine.commands.wait_conditions import expect
+        """Evaluate the condition once in this process."""
+        from airflow_cdc_provider.engine.commands.wait_conditions import create_condition
 
         with airflow_failures():
-            expectation = expect(self.kind, {name: getattr(self, name) for name in self._arguments})
-            judgement = self._look(context, expectation)
-        self.log.info("%s.", judgement.sentence)
-        return judgement.reached
+            condition = create_condition(self.kind, {name: getattr(self, name) for name in self._arguments})
+            evaluation = self._look(context, condition)
+        self.log.info("%s.", evaluation.sentence)
+        return evaluation.reached
 
-    def _look(self, context: Context, expectation: Expectation) -> Judgement:
+    def _look(self, context: Context, condition: WaitCondition) -> Evaluation:
         from airflow_cdc_provider.engine.commands.wait_conditions import Seen
-        from airflow_cdc_provider.triggers.readers import RecordReader, SlotsReader, Target
+        from airflow_cdc_provider.triggers.readers import RecordReader, SlotsReader, WatchedSlot
 
-        target = Target.resolve(self.pipeline, self.conn_id, self.slot)
+        target = WatchedSlot.resolve(self.pipeline, self.conn_id, self.slot)
         slots = record = None
-        # The log's end is read after what has been applied: the lag is never less than it was.
-        if expectation.about_record and target.pipeline is not None:
+        # The end of the log is read after the applied LSN, so that the lag is never underestimated.
+        if condition.about_record and target.pipeline is not None:
             record = RecordReader(target.pipeline).read()
-        if expectation.about_slots:
+        if condition.about_slots:
             with closing(SlotsReader(target.dsn)) as reader:
                 slots = reader.read()
         seen = Seen(target.slot, target.pipeline, slots, record, LOG_START, time.time())
         if slots is not None:
             seen = dataclasses.replace(seen, start=self._at_first_poke(seen.state.restart_lsn, context))
-        return expectation.judge(seen)
+        return condition.evaluate(seen)
 
     def _at_first_poke(self, restart_lsn: Lsn, context: Context) -> Lsn:
-        """The position at the first poke of this try; each rescheduled poke is a new process."""
+        """Return the position at the first poke of this try; each rescheduled poke is a new process."""
         store = context.get("task_state_store")
         if store is None:
             self._first_poke = restart_lsn if self._first_poke is None else self._first_poke
             return self._first_poke
-        # What is stored outlives the clearing of a task, after which a new try begins.
+        # Stored values survive when a task is cleared, which begins a new try.
         attempt = context["ti"].try_number
         stored = store.get(_START_KEY)
         if isinstance(stored, dict) and stored.get("try") == attempt:
@@ -160,14 +160,14 @@ class CdcSensor(BaseSensorOperator):
         )
 
     def _limit(self) -> float:
-        """Seconds that the task may take."""
+        """Return the seconds that the task may take."""
         if self.execution_timeout is None:
             return self.timeout
         return min(self.timeout, self.execution_timeout.total_seconds())
 
     def _airflow_timeout(self) -> timedelta:
         limit = self._limit()
-        return timedelta(seconds=limit + notice(limit))
+        return timedelta(seconds=limit + timeout_margin(limit))
 
     @contextmanager
     def _soft_for_timeouts_only(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Sensors of a pipeline: its sink follows the source, its snapshot is finished."""
+"""Sensors of a pipeline: its sink keeps up with the source, or its snapshot is finished."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from airflow_cdc_provider.sensors.base import CdcSensor
 
 
 class CdcLagSensor(CdcSensor):
-    """Waits until the sink is behind the source by less than some bytes of WAL, some seconds, or both.
+    """A sensor that waits until the sink's lag is below a number of bytes of WAL, of seconds, or both.
 
     :param pipeline: path of the pipeline file. (templated)
-    :param below_bytes: between what is applied and the end of the source's WAL, in bytes or as text such as ``64MiB``.
-        (templated)
-    :param below_seconds: since the sink last advanced while it is behind. (templated)
+    :param below_bytes: WAL between the applied LSN and the end of the source's WAL, in bytes or as text such as
+        ``64MiB``. (templated)
+    :param below_seconds: seconds since the sink last advanced, if it is behind. (templated)
     """
 
     template_fields: Sequence[str] = (*CdcSensor.template_fields, "below_bytes", "below_seconds")
@@ -35,11 +35,11 @@ class CdcLagSensor(CdcSensor):
 
 
 class SnapshotFinishedSensor(CdcSensor):
-    """Waits until all chunks of a pipeline's snapshot are in the sink.
+    """A sensor that waits until all chunks of a pipeline's snapshot are in the sink.
 
     :param pipeline: path of the pipeline file. (templated)
-    :param consistent: wait also for the changes made while the chunks were read, after which the sink's tables are as
-        the source's once were together. (templated)
+    :param consistent: whether to wait also for the changes made while the chunks were read, so that the sink's tables
+        together are in a state that the source once had. (templated)
     """
 
     template_fields: Sequence[str] = (*CdcSensor.template_fields, "consistent")

@@ -1,8 +1,7 @@
-"""Sensors of a replication slot: it moves, it keeps little log, it is well.
+"""Sensors of a replication slot: it advances, it retains little log, or it is healthy.
 
-A slot that does not move keeps the source's write-ahead log until the disk is
-full. What decides is ``restart_lsn``; it follows the acknowledged
-``confirmed_flush_lsn`` some ten to thirty seconds later.
+A slot that does not advance retains the source's write-ahead log until the disk is full. The server keeps the log from
+``restart_lsn`` on, which follows the acknowledged ``confirmed_flush_lsn`` some ten to thirty seconds later.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from airflow_cdc_provider.sensors.base import CdcSensor
 
 
 class SlotProgressSensor(CdcSensor):
-    """Waits until a replication slot has moved, so that the source can remove WAL.
+    """A sensor that waits until a replication slot has advanced, so that the source can remove WAL.
 
-    Each of ``moved_since``, ``restart_lsn`` and ``confirmed_flush_lsn`` that is given must hold. When none is,
-    the sensor waits until the slot's ``restart_lsn`` differs from what it was at the first look. A slot that is
-    missing or lost fails the task at once, without retries.
+    All given positions must be reached. If none is given, the sensor waits until the slot's ``restart_lsn`` differs
+    from its value at the first observation. If the slot is missing or lost, the task fails immediately, without
+    retries.
 
-    :param moved_since: succeed when the slot's ``restart_lsn`` is beyond this LSN, for example
+    :param moved_since: LSN beyond which the slot's ``restart_lsn`` must be, for example
         ``"{{ ti.xcom_pull(task_ids='provision')['restart_lsn'] }}"``. (templated)
-    :param restart_lsn: succeed when the slot's ``restart_lsn`` is at or beyond this LSN. (templated)
-    :param confirmed_flush_lsn: succeed when the slot's ``confirmed_flush_lsn`` is at or beyond this LSN. (templated)
+    :param restart_lsn: LSN that the slot's ``restart_lsn`` must have reached. (templated)
+    :param confirmed_flush_lsn: LSN that the slot's ``confirmed_flush_lsn`` must have reached. (templated)
     """
 
     template_fields: Sequence[str] = (*CdcSensor.template_fields, "moved_since", "restart_lsn", "confirmed_flush_lsn")
@@ -46,9 +45,9 @@ class SlotProgressSensor(CdcSensor):
 
 
 class SlotRetainedWalSensor(CdcSensor):
-    """Waits until the source keeps less WAL for a replication slot than a budget.
+    """A sensor that waits until the source retains less WAL for a replication slot than a budget.
 
-    :param below: the budget, in bytes or as text such as ``10GiB``; with ``pipeline`` it may be left to the file's
+    :param below: the budget, in bytes or as text such as ``10GiB``; with ``pipeline``, the default is the file's
         ``stream.max_retained_wal``. (templated)
     """
 
@@ -62,7 +61,7 @@ class SlotRetainedWalSensor(CdcSensor):
 
 
 class SlotHealthySensor(CdcSensor):
-    """Waits until the source keeps all WAL that a slot needs and is not about to remove it (``wal_status``)."""
+    """A sensor that waits until the source retains all WAL of a slot and is not about to remove it (``wal_status``)."""
 
     kind = "healthy"
 

@@ -1,4 +1,4 @@
-"""A schedule for backfills alone."""
+"""A timetable that is only for backfills."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from airflow.timetables.interval import CronDataIntervalTimetable
 
 
 class BackfillTimetable(CronDataIntervalTimetable):
-    """Divides time into the intervals of a cron expression, as a backfill needs it, and starts no run by itself.
+    """A timetable with the intervals of a cron expression, as a backfill needs them, that starts no run automatically.
 
-    Airflow refuses to backfill a Dag without a schedule, and gives one that has a schedule a run for each interval. Of
-    a Dag that reads rows again only what somebody asks for must run. The Dag needs ``catchup=False``, by which the
-    scheduler's question is told from a backfill's.
+    Airflow refuses to backfill a Dag without a schedule, and starts a run for each interval of a Dag that has one. But
+    a Dag that reads rows again must run only on request. The Dag needs ``catchup=False``, which distinguishes calls by
+    the scheduler from calls by a backfill.
 
-    :param cron: the expression.
-    :param timezone: in which it is meant.
+    :param cron: the cron expression.
+    :param timezone: the time zone of the expression.
     """
 
     def next_dagrun_info(
         self, *, last_automated_data_interval: DataInterval | None, restriction: TimeRestriction
     ) -> DagRunInfo | None:
-        """The next interval, if a backfill asks."""
+        """Return the next interval if a backfill asks for it."""
         if not restriction.catchup:
             return None
         return super().next_dagrun_info(

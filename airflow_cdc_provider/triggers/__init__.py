@@ -1,1 +1,1 @@
-"""Triggers: what deferred tasks wait for, polled once for all of them."""
+"""Triggers for deferred tasks, which share their polls."""

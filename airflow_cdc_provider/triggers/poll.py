@@ -1,10 +1,10 @@
-"""One poll of a server for all who watch it in a triggerer.
+"""Shares one poll of a server among all its watchers in a triggerer.
 
-However many sensors and asset watchers look at the slots of a server, the server is asked once an
-interval, the smallest that one of them wants, over one connection that is kept. Nobody is given a look from
-before he came: for those who join it is asked at once, though not more than four times a second. A poll begins with its
-first watcher and ends with its last. The queries run in a thread of the poll's own, so that a server
-that hangs holds up neither the event loop nor the poll of another.
+However many sensors and asset watchers observe the slots of a server, the server is queried only once per interval,
+over one permanent connection. The interval is the smallest one of the watchers. A watcher never gets a result that is
+older than the watcher itself: when watchers join, the server is queried immediately, but at most four times a second. A
+poll begins with its first watcher and ends with its last. Each poll runs its queries in its own thread, so that a
+server that hangs blocks neither the event loop nor other polls.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
-Read = TypeVar("Read", covariant=True)
+Result_co = TypeVar("Result_co", covariant=True)
 
 GATHER_SECONDS = 0.25
-"""From one look to the next, at least, however many join meanwhile."""
+"""Minimum number of seconds between two queries, however many watchers join in the meantime."""
 
 
-class Reader(Protocol[Read]):
-    """What a poll asks; both methods are called in the poll's thread."""
+class Reader(Protocol[Result_co]):
+    """The queries of a poll; both methods are called in the poll's thread."""
 
-    def read(self) -> Read:
-        """Look once, connecting where that is needed."""
+    def read(self) -> Result_co:
+        """Query once, and connect if necessary."""
 
     def close(self) -> None:
-        """Let the connection go."""
+        """Close the connection."""
 
 
 @dataclass(frozen=True)
-class _Look(Generic[T]):
-    """What a look brought: a value, or the error that stood in the way.
+class _PollResult(Generic[T]):
+    """The result of a query: a value, or an error.
 
-    :param at: monotonic seconds.
+    :param at: time when the query began, in monotonic seconds.
     """
 
     at: float
@@ -47,23 +47,23 @@ class _Look(Generic[T]):
     error: Exception | None = None
 
 
-class Watch(Generic[T]):
+class Watcher(Generic[T]):
     """A watcher's view of a poll.
 
-    :param interval: seconds between two looks, at most.
+    :param interval: maximum number of seconds between two queries.
     """
 
     def __init__(self, poll: Poll[T], interval: float) -> None:
         self._poll = poll
         self.interval = interval
         self.seen = time.monotonic()
-        """Only looks that began later are news; monotonic seconds."""
+        """Time in monotonic seconds; only queries that began later are new."""
 
     async def next(self, after: float = 0.0) -> T:
-        """The next look, which began after the last one and after the watcher came.
+        """Return the next result, of a query that began after the last one and after the watcher joined.
 
-        :param after: also after this, monotonic seconds: the look is made at once.
-        :raises Exception: what stood in the way of the look.
+        :param after: monotonic seconds; the query must also have begun after this time, and is made immediately.
+        :raises Exception: if the query failed.
         """
         self.seen = max(self.seen, after)
         self._poll.wanted.set()
@@ -76,9 +76,9 @@ class Watch(Generic[T]):
 
 
 class Poll(Generic[T]):
-    """Looks at intervals, for its watchers.
+    """Regular queries for a set of watchers.
 
-    :param reader: what is asked.
+    :param reader: makes the queries.
     """
 
     _running: ClassVar[dict[tuple[asyncio.AbstractEventLoop, Hashable], Poll[Any]]] = {}
@@ -86,26 +86,26 @@ class Poll(Generic[T]):
     def __init__(self, reader: Reader[T]) -> None:
         self._reader = reader
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cdc-poll")
-        self._watches: set[Watch[T]] = set()
+        self._watches: set[Watcher[T]] = set()
         self.wanted = asyncio.Event()
-        self.latest: _Look[T] | None = None
-        self.coming: asyncio.Future[_Look[T]] = asyncio.get_running_loop().create_future()
+        self.latest: _PollResult[T] | None = None
+        self.coming: asyncio.Future[_PollResult[T]] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run(), name="cdc-poll")
 
     @classmethod
     @asynccontextmanager
-    async def watch(cls, key: Hashable, reader: Callable[[], Reader[T]], interval: float) -> AsyncIterator[Watch[T]]:
+    async def watch(cls, key: Hashable, reader: Callable[[], Reader[T]], interval: float) -> AsyncIterator[Watcher[T]]:
         """Join the poll of a key, or begin it.
 
-        :param key: what is polled; within an event loop there is one poll a key.
-        :param reader: makes what is asked, if the poll begins.
-        :param interval: seconds between two looks, at most.
+        :param key: the key of the poll; within an event loop there is one poll for each key.
+        :param reader: creates the reader if the poll begins.
+        :param interval: maximum number of seconds between two queries.
         """
         place = (asyncio.get_running_loop(), key)
         poll = cls._running.get(place)
         if poll is None:
             poll = cls._running[place] = cls(reader())
-        watch = Watch(poll, interval)
+        watch = Watcher(poll, interval)
         poll._watches.add(watch)
         poll.wanted.set()
         try:
@@ -118,32 +118,32 @@ class Poll(Generic[T]):
 
     def _end(self) -> None:
         self._task.cancel()
-        # After a look that is under way: no connection is used by two threads.
+        # This runs after a query in progress, so that two threads never use the connection.
         self._thread.submit(self._reader.close)
         self._thread.shutdown(wait=False)
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        # Not for ever: wait_for of Python 3.11 may swallow the cancel.
+        # The loop checks for watchers, because wait_for of Python 3.11 may swallow the cancellation.
         while self._watches:
             began = time.monotonic()
             try:
-                look = _Look(began, value=await loop.run_in_executor(self._thread, self._reader.read))
+                look = _PollResult(began, value=await loop.run_in_executor(self._thread, self._reader.read))
             except Exception as e:
-                look = _Look(began, error=e)
-            self.latest, told, self.coming = look, self.coming, loop.create_future()
-            told.set_result(look)
+                look = _PollResult(began, error=e)
+            self.latest, awaited, self.coming = look, self.coming, loop.create_future()
+            awaited.set_result(look)
             await self._pause(began)
 
     async def _pause(self, began: float) -> None:
-        """Sleep until the next look is due, which who joins wants earlier."""
+        """Sleep until the next query is due, which is earlier if a watcher joins."""
         while (left := began + self._gap(began) - time.monotonic()) > 0:
             self.wanted.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.wanted.wait(), left)
 
     def _gap(self, began: float) -> float:
-        """Seconds from a look to the next."""
+        """Return the seconds from one query to the next."""
         wanted = [watch.interval for watch in self._watches]
         wanted += [GATHER_SECONDS for watch in self._watches if watch.seen > began]
         return min(wanted, default=0.0)

@@ -1,4 +1,4 @@
-"""What triggers read of the servers of a pipeline: all slots of the source, the commit record of the sink."""
+"""Reads data for triggers from the servers of a pipeline: all slots of the source, and the sink's commit record."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Target:
-    """A slot that is watched, with what Airflow's connections were resolved to.
+class WatchedSlot:
+    """A slot that is watched, with Airflow's connections resolved.
 
-    :param dsn: of the slot's server.
+    :param dsn: the DSN of the slot's server.
     """
 
     slot: str
@@ -29,11 +29,11 @@ class Target:
     pipeline: Pipeline | None = field(default=None, repr=False)
 
     @classmethod
-    def resolve(cls, pipeline: str | None, conn_id: str | None, slot: str | None) -> Target:
-        """Find the server and the slot's name; asks Airflow for connections, so never in an event loop.
+    def resolve(cls, pipeline: str | None, conn_id: str | None, slot: str | None) -> WatchedSlot:
+        """Find the server and the slot's name; must not run in an event loop, because it asks Airflow for connections.
 
-        :param pipeline: path of a pipeline file; without it a connection and a slot.
-        :raises ConfigError: when the file is wrong, or a connection does not exist.
+        :param pipeline: path of a pipeline file; without it, connection and slot are required.
+        :raises ConfigError: if the file is invalid, or a connection does not exist.
         """
         if pipeline is None:
             return cls(str(slot), PostgresCdcHook(str(conn_id)).get_uri())
@@ -42,9 +42,9 @@ class Target:
 
 
 class SlotsReader:
-    """Reads all slots of a server by one query, over a connection that is kept.
+    """A reader of all slots of a server, with one query over a permanent connection.
 
-    :param dsn: of the server.
+    :param dsn: the DSN of the server.
     """
 
     def __init__(self, dsn: str) -> None:
@@ -53,9 +53,9 @@ class SlotsReader:
         self._metrics: SlotMetrics | None = None
 
     def read(self) -> Slots:
-        """Look once, and tell Airflow's metrics.
+        """Query once, and send the result to Airflow's metrics.
 
-        :raises CdcError: when the server cannot be asked.
+        :raises CdcError: if the server cannot be reached.
         """
         import psycopg2
 
@@ -75,22 +75,22 @@ class SlotsReader:
         return slots
 
     def close(self) -> None:
-        """Let the connection go."""
+        """Close the connection."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
 
 class RecordReader:
-    """Reads a pipeline's commit record from its sink."""
+    """A reader of a pipeline's commit record in its sink."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
 
     def read(self) -> Record | None:
-        """Look once.
+        """Query once.
 
-        :raises CdcError: when the sink cannot be asked.
+        :raises CdcError: if the sink cannot be reached.
         """
         import psycopg2
 
@@ -103,4 +103,4 @@ class RecordReader:
             raise driver_failure(e, "the commit record cannot be read") from e
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Do nothing, because there is no permanent connection."""

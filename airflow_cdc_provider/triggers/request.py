@@ -1,4 +1,4 @@
-"""Waiting for others to read tables again, without a worker."""
+"""Waits for a re-read of tables by another job, without a worker."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 2.0
 GRACE_SECONDS = 10.0
-"""How long nobody must have lived before a request is taken back: a stream may just be starting again."""
+"""Seconds without a living job after which a request counts as orphaned; a stream may just be restarting."""
 
 
 class RequestTrigger(BaseTrigger):
-    """Waits until a request has an outcome, or it is for its author to act.
+    """A trigger that waits until a request has an outcome, or until its author must act.
 
-    Its event has ``status``: ``ended``, ``free``, ``orphaned``, or ``timeout``, in which case the request has been
-    withdrawn. A task that is killed, cleared or marked meanwhile withdraws it, too.
+    Its event has ``status``: ``ended``, ``free``, ``orphaned``, or ``timeout``; in the last case the request has been
+    withdrawn. It is also withdrawn if the task is killed, cleared or marked in the meantime.
 
     :param state: URL of the pipeline's state.
     :param request: name of the request.
-    :param deadline: seconds since 1970 until which to wait; ``None`` for no end.
+    :param deadline: time until which to wait, in seconds since 1970; ``None`` for no limit.
     """
 
     def __init__(self, state: str, request: str, deadline: float | None = None) -> None:
@@ -38,14 +38,14 @@ class RequestTrigger(BaseTrigger):
         self.deadline = deadline
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
-        """Path and arguments."""
+        """Return the class's path and the arguments."""
         kwargs = {"state": self.state, "request": self.request, "deadline": self.deadline}
         return f"{type(self).__module__}.{type(self).__qualname__}", kwargs
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
-        """Look at the state now and then.
+        """Check the state regularly.
 
-        :raises StateUnwritable: when the state cannot be read for long.
+        :raises StateUnwritable: if the state cannot be read for too long.
         """
         standings = await asyncio.to_thread(_standings)
         read_at = time.monotonic()
@@ -93,7 +93,7 @@ class RequestTrigger(BaseTrigger):
 
 
 def _standings() -> type[Standing]:
-    """In a thread: the first import of the engine takes longer than others who run in this process can wait."""
+    """Import and return the class; run in a thread, because the first import of the engine blocks for too long."""
     from airflow_cdc_provider.engine.state.requests import Standing
 
     return Standing

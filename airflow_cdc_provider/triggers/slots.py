@@ -1,4 +1,4 @@
-"""The trigger of the sensors: waits in the triggerer until what is expected of a slot has come true."""
+"""The trigger of the sensors: waits in the triggerer until a condition on a slot holds."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from airflow.triggers.base import BaseTrigger, TaskSuccessEvent, TriggerEvent
 
 from airflow_cdc_provider.engine.core.lsn import LOG_START, Lsn
-from airflow_cdc_provider.triggers.poll import Poll, Watch
-from airflow_cdc_provider.triggers.readers import RecordReader, SlotsReader, Target
+from airflow_cdc_provider.triggers.poll import Poll, Watcher
+from airflow_cdc_provider.triggers.readers import RecordReader, SlotsReader, WatchedSlot
 
 if TYPE_CHECKING:
-    from airflow_cdc_provider.engine.commands.wait_conditions import Expectation
+    from airflow_cdc_provider.engine.commands.wait_conditions import WaitCondition
     from airflow_cdc_provider.engine.core.record import Record
     from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
     from airflow_cdc_provider.engine.postgres.slots import Slots
@@ -27,8 +27,8 @@ _LOG_SECONDS = 60.0
 _START_KEY = "slot_at_first_look"
 
 
-def notice(timeout: float) -> float:
-    """How much earlier than Airflow, whose clock gives no reason, a trigger ends a task that takes too long.
+def timeout_margin(timeout: float) -> float:
+    """Return the seconds by which a trigger ends a task earlier than Airflow's own timeout, which gives no reason.
 
     :param timeout: seconds that the task may take.
     """
@@ -36,19 +36,19 @@ def notice(timeout: float) -> float:
 
 
 class ExpectationTrigger(BaseTrigger):
-    """Waits until an expectation has come true, and then ends the task without a worker.
+    """A trigger that waits until a condition holds, and then ends the task without a worker.
 
-    A server that cannot be asked is asked again. What cannot come true any more, and a time-out, send the task to a
-    worker with the reason and the solution.
+    A server that cannot be reached is queried again. If the condition can no longer become true, or after a timeout,
+    the task fails on a worker with the reason and the solution.
 
-    :param kind: of the expectation, see :func:`~airflow_cdc_provider.engine.commands.wait_conditions.expect`.
-    :param interval: seconds between two looks.
-    :param timeout: seconds that the task may take. Airflow's own deadline is :func:`notice` later.
-    :param end_task: end the task here; a task whose assets must be updated ends on a worker.
+    :param kind: the kind of the condition, see :func:`.wait_conditions.create_condition`.
+    :param interval: seconds between two queries.
+    :param timeout: seconds that the task may take. Airflow's own deadline is :func:`timeout_margin` later.
+    :param end_task: whether to end the task in the triggerer; a task whose assets must be updated ends on a worker.
     :param pipeline: path of a pipeline file, whose slot is watched.
     :param conn_id: without a pipeline, the connection of the slot's server.
     :param slot: without a pipeline, the slot's name.
-    :param arguments: of the expectation, by name. They become attributes, which the triggerer renders.
+    :param arguments: the arguments of the condition by name. They become attributes, which the triggerer renders.
     """
 
     def __init__(
@@ -81,20 +81,20 @@ class ExpectationTrigger(BaseTrigger):
         self._logged = -_LOG_SECONDS
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
-        """The class's path, and what makes the same trigger again; nothing of it is secret."""
+        """Return the class's path and the arguments, none of which is secret."""
         names = ("kind", "interval", "timeout", "end_task", "pipeline", "conn_id", "slot", *self._arguments)
         return f"{type(self).__module__}.{type(self).__qualname__}", {name: getattr(self, name) for name in names}
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
-        """Yield one event, when the expectation has come true, or cannot come true, or time is over."""
+        """Yield one event when the condition holds, can no longer become true, or the time is exceeded."""
         from airflow_cdc_provider.engine.core.errors import CdcError
 
         remedy = ""
         try:
-            expectation = await asyncio.to_thread(self._expectation)
-            remedy = expectation.remedy
+            condition = await asyncio.to_thread(self._condition)
+            remedy = condition.remedy
             async with asyncio.timeout(self._left()):
-                await self._come_true(expectation)
+                await self._await_condition(condition)
         except TimeoutError:
             yield _failure(f"{self._sentence}, after {self.timeout:g} seconds", remedy, timed_out=True)
         except CdcError as e:
@@ -103,53 +103,53 @@ class ExpectationTrigger(BaseTrigger):
         else:
             yield TaskSuccessEvent() if self.end_task else TriggerEvent({})  # type: ignore[no-untyped-call]
 
-    def _expectation(self) -> Expectation:
-        """In a thread, as the first import of the engine takes half a second."""
-        from airflow_cdc_provider.engine.commands.wait_conditions import expect
+    def _condition(self) -> WaitCondition:
+        """Return the condition; runs in a thread, because the first import of the engine takes half a second."""
+        from airflow_cdc_provider.engine.commands.wait_conditions import create_condition
 
-        return expect(self.kind, {name: getattr(self, name) for name in self._arguments})
+        return create_condition(self.kind, {name: getattr(self, name) for name in self._arguments})
 
     def _left(self) -> float:
-        """Seconds until the task has taken too long; the deadline outlives a restart of the triggerer."""
+        """Return the seconds until the task's deadline, which does not change if the triggerer restarts."""
         if self.timeout_after is None:
             return self.timeout
         deadline = self.timeout_after.replace(tzinfo=self.timeout_after.tzinfo or UTC)
-        # At least one look, also where time was over before the triggerer came to it.
-        return max(1.0, (deadline - datetime.now(UTC)).total_seconds() - notice(self.timeout))
+        # Leave time for at least one query, even if the deadline was exceeded before the trigger started.
+        return max(1.0, (deadline - datetime.now(UTC)).total_seconds() - timeout_margin(self.timeout))
 
-    async def _come_true(self, expectation: Expectation) -> None:
-        """Wait, also for servers, and for connections of Airflow that are being changed."""
+    async def _await_condition(self, condition: WaitCondition) -> None:
+        """Wait for the condition, through outages of servers and changes of Airflow's connections."""
         from airflow_cdc_provider.engine.core.errors import CdcError, Retry
 
         shared = True
         while True:
             try:
-                target = await asyncio.to_thread(Target.resolve, self.pipeline, self.conn_id, self.slot)
-                return await self._watch(expectation, target, shared)
+                target = await asyncio.to_thread(WatchedSlot.resolve, self.pipeline, self.conn_id, self.slot)
+                return await self._watch(condition, target, shared)
             except CdcError as e:
                 if shared:
                     shared = False
                     continue
                 if e.retry is not Retry.RETRY:
                     raise
-                self._tell(f"{e.message}. {e.solution}")
+                self._keep_sentence(f"{e.message}. {e.solution}")
                 await asyncio.sleep(self.interval)
 
-    async def _watch(self, expectation: Expectation, target: Target, shared: bool) -> None:
+    async def _watch(self, condition: WaitCondition, target: WatchedSlot, shared: bool) -> None:
         from airflow_cdc_provider.engine.commands.wait_conditions import Seen
 
         async with AsyncExitStack() as stack:
-            slots: Watch[Slots] | None = None
-            records: Watch[Record | None] | None = None
-            if expectation.about_record and target.pipeline is not None:
+            slots: Watcher[Slots] | None = None
+            records: Watcher[Record | None] | None = None
+            if condition.about_record and target.pipeline is not None:
                 records = await stack.enter_async_context(record_of(target.pipeline, self.interval))
-            if expectation.about_slots:
-                # Beside a record they are wanted whenever that has been read.
+            if condition.about_slots:
+                # If there is also a record, the slots are queried whenever the record has been read.
                 slots = await stack.enter_async_context(
                     slots_of(target, math.inf if records else self.interval, shared)
                 )
             while True:
-                # The log's end is read after what has been applied: the lag is never less than it was.
+                # The end of the log is read after the applied LSN, so that the lag is never underestimated.
                 record = await records.next() if records else None
                 seen = Seen(
                     slot=target.slot,
@@ -162,13 +162,13 @@ class ExpectationTrigger(BaseTrigger):
                 if self.kind == "progress" and self._first is None:
                     self._first = await asyncio.to_thread(self._start, seen.state.restart_lsn)
                     seen = replace(seen, start=self._first)
-                judgement = expectation.judge(seen)
-                self._tell(judgement.sentence, at_once=judgement.reached)
-                if judgement.reached:
+                evaluation = condition.evaluate(seen)
+                self._keep_sentence(evaluation.sentence, at_once=evaluation.reached)
+                if evaluation.reached:
                     return
 
     def _start(self, now: Lsn) -> Lsn:
-        """Where the slot was at the first look of this try, which a restart of the triggerer does not forget."""
+        """Return the slot's position at the first query of this try; it is stored, so that it survives restarts."""
         from airflow.sdk.execution_time.xcom import XCom
 
         ti: Any = self.task_instance
@@ -181,19 +181,20 @@ class ExpectationTrigger(BaseTrigger):
         XCom.set(key=_START_KEY, value={"try": ti.try_number, "restart_lsn": str(now)}, **place)
         return now
 
-    def _tell(self, sentence: str, at_once: bool = False) -> None:
-        """Keep the sentence for the failure, and log it now and then."""
+    def _keep_sentence(self, sentence: str, at_once: bool = False) -> None:
+        """Keep the sentence for a failure, and log it from time to time."""
         self._sentence = sentence.removesuffix(".")
         if at_once or time.monotonic() - self._logged >= _LOG_SECONDS:
             self._logged = time.monotonic()
             self.log.info("%s.", self._sentence)
 
 
-def slots_of(target: Target, interval: float, shared: bool) -> AbstractAsyncContextManager[Watch[Slots]]:
-    """The poll of the slots of a target's server.
+def slots_of(target: WatchedSlot, interval: float, shared: bool) -> AbstractAsyncContextManager[Watcher[Slots]]:
+    """Watch the slots of a target's server.
 
-    :param shared: with all triggers that look at this server. The first of them connects for all, to its database:
-        after a failure, which may be that database's alone, only with those that look by the same one.
+    :param shared: whether all triggers that watch this server share the poll. The first of them connects to its own
+        database for all. After a failure, which may affect only that database, the poll is shared only by triggers with
+        the same DSN.
     """
     from airflow_cdc_provider.engine.postgres.connection import without_database
 
@@ -201,8 +202,8 @@ def slots_of(target: Target, interval: float, shared: bool) -> AbstractAsyncCont
     return Poll.watch(key, lambda: SlotsReader(target.dsn), interval)
 
 
-def record_of(pipeline: Pipeline, interval: float) -> AbstractAsyncContextManager[Watch[Record | None]]:
-    """The poll of a pipeline's commit record, shared by all triggers that look at this pipeline."""
+def record_of(pipeline: Pipeline, interval: float) -> AbstractAsyncContextManager[Watcher[Record | None]]:
+    """Watch a pipeline's commit record, in a poll that all triggers of this pipeline share."""
     key = ("record", pipeline.name, pipeline.sinks)
     return Poll.watch(key, lambda: RecordReader(pipeline), interval)
 

@@ -1,4 +1,4 @@
-"""The trigger of an asset watcher: a slot has moved, so new data is in the sink.
+"""The trigger of an asset watcher: a slot has advanced, so new data is in the sink.
 
 ::
 
@@ -17,26 +17,26 @@ from typing import Any, Literal
 
 from airflow.triggers.base import BaseEventTrigger, TriggerEvent
 
-from airflow_cdc_provider.triggers.readers import Target
+from airflow_cdc_provider.triggers.readers import WatchedSlot
 from airflow_cdc_provider.triggers.slots import slots_of
 
-Position = Literal["confirmed_flush_lsn", "restart_lsn"]
+SlotPosition = Literal["confirmed_flush_lsn", "restart_lsn"]
 
 _TOLD = ("restart_lsn", "confirmed_flush_lsn", "retained_bytes")
 
 
 class SlotProgressTrigger(BaseEventTrigger):
-    """Updates an asset each time that a slot has moved: with ``confirmed_flush_lsn`` everything below is in the sink.
+    """A trigger that updates an asset each time a slot has advanced; data below ``confirmed_flush_lsn`` is in the sink.
 
     The event's payload has ``slot``, ``restart_lsn`` and ``confirmed_flush_lsn`` as text, and ``retained_bytes``. The
-    last position is kept with the asset, so that a restart of the triggerer neither repeats nor misses an event. A slot
-    or a server that is not there is waited for; to be told of it is the matter of the sensors and the slot guard.
+    last position is stored with the asset, so that a restart of the triggerer neither repeats nor misses an event. The
+    trigger waits for a missing slot or server; use the sensors and the slot guard to be notified of such problems.
 
     :param pipeline: path of a pipeline file, whose slot is watched.
     :param conn_id: without a pipeline, a connection of type ``postgres_cdc`` or ``postgres``.
     :param slot: without a pipeline, the slot's name.
-    :param position: what has to move.
-    :param interval: seconds between two events, at least.
+    :param position: the position of the slot that must advance.
+    :param interval: minimum number of seconds between two events.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class SlotProgressTrigger(BaseEventTrigger):
         pipeline: str | None = None,
         conn_id: str | None = None,
         slot: str | None = None,
-        position: Position = "confirmed_flush_lsn",
+        position: SlotPosition = "confirmed_flush_lsn",
         interval: float = 60.0,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -58,12 +58,12 @@ class SlotProgressTrigger(BaseEventTrigger):
         self.interval = interval
 
     def serialize(self) -> tuple[str, dict[str, Any]]:
-        """The class's path, and what makes the same trigger again."""
+        """Return the class's path and the arguments."""
         names = ("pipeline", "conn_id", "slot", "position", "interval")
         return f"{type(self).__module__}.{type(self).__qualname__}", {name: getattr(self, name) for name in names}
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
-        """Yield an event for each move, without end."""
+        """Yield an event each time the slot has advanced, without end."""
         last = await self._recall()
         async with aclosing(self._looks()) as looks:
             async for seen in looks:
@@ -77,13 +77,13 @@ class SlotProgressTrigger(BaseEventTrigger):
                 await asyncio.sleep(self.interval)
 
     async def _looks(self) -> AsyncGenerator[dict[str, Any], None]:
-        """What is seen of the slot, look by look, over outages of its server."""
+        """Yield the slot's state after each query, through outages of its server."""
         from airflow_cdc_provider.engine.core.errors import CdcError
 
         shared = True
         while True:
             try:
-                target = await asyncio.to_thread(Target.resolve, self.pipeline, self.conn_id, self.slot)
+                target = await asyncio.to_thread(WatchedSlot.resolve, self.pipeline, self.conn_id, self.slot)
                 async with slots_of(target, self.interval, shared) as slots:
                     while True:
                         state = (await slots.next()).states.get(target.slot)
@@ -101,7 +101,7 @@ class SlotProgressTrigger(BaseEventTrigger):
                 await asyncio.sleep(self.interval)
 
     async def _recall(self) -> str | None:
-        """The last position told; for two assets with the same trigger, which the store cannot tell apart, none."""
+        """Return the last reported position; ``None`` if two assets share the trigger, as the store cannot do that."""
         if self.asset_state_store is None:
             return None
         with suppress(ValueError):

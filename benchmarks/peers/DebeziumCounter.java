@@ -12,7 +12,7 @@ import java.util.function.ToLongFunction;
 import org.apache.kafka.connect.data.Struct;
 import org.apache.kafka.connect.source.SourceRecord;
 
-/** Counts what Debezium's engine brings of tables, and sums their keys up. */
+/** Counts the changes that Debezium's engine delivers, and sums up their keys. */
 public class DebeziumCounter {
     private final long wanted;
     private final CountDownLatch told = new CountDownLatch(1);
@@ -25,8 +25,8 @@ public class DebeziumCounter {
     }
 
     /**
-     * Takes a file of the engine's properties, "json" or "count", after how many changes to tell, and slots; these are
-     * read one after the other, each by an engine of its own. Then it waits.
+     * Takes a file of the engine's properties, "json" or "count", the number of changes to report after, and slots.
+     * Reads the slots one after the other, each with its own engine, and then waits.
      */
     public static void main(String[] args) throws Exception {
         var properties = new Properties();
@@ -51,7 +51,7 @@ public class DebeziumCounter {
         return Long.parseLong(key.substring(key.indexOf(':') + 1, key.length() - 1).strip());
     }
 
-    /** Returns when it has told; the last one goes on. */
+    /** Returns after the report; the engine of the last slot keeps running. */
     private <R> void run(
             Class<? extends SerializationFormat<R>> format,
             Properties properties,
@@ -61,7 +61,7 @@ public class DebeziumCounter {
             .using(properties)
             .notifying((events, committer) -> {
                 for (var event : events) {
-                    if (!event.destination().endsWith(".message")) { // no marker in the log
+                    if (!event.destination().endsWith(".message")) { // skip markers in the log
                         keys += keyOf.applyAsLong(event);
                         count++;
                     }
@@ -91,7 +91,7 @@ public class DebeziumCounter {
             closing = true;
             try {
                 engine.close();
-            } catch (IOException | IllegalStateException e) { // the engine's threads would outlive main
+            } catch (IOException | IllegalStateException e) { // otherwise the engine's threads would outlive main
                 e.printStackTrace();
                 Runtime.getRuntime().halt(1);
             }

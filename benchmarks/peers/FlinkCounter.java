@@ -13,9 +13,9 @@ import org.apache.flink.util.Collector;
 import org.apache.kafka.connect.data.Struct;
 import org.apache.kafka.connect.source.SourceRecord;
 
-/** Counts what Flink's CDC source brings of tables, in a cluster within this JVM, and sums their keys up. */
+/** Counts the changes that Flink's CDC source delivers, in a cluster within this JVM, and sums up their keys. */
 public class FlinkCounter {
-    /** Takes a file of properties, and after how many changes to tell; then it goes on. */
+    /** Takes a file of properties, and the number of changes to report after; keeps running afterwards. */
     public static void main(String[] args) throws Exception {
         var given = new Properties();
         try (var file = new FileReader(args[0])) {

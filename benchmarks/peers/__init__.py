@@ -1,1 +1,1 @@
-"""Other programs that read the same data, each checked as ours are."""
+"""Other programs that read the same data; their results are checked like those of the pipelines."""

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.peers``: fetch what peers need that are tested, unless it is there."""
+"""``python -m benchmarks.peers``: fetch the jars of the peers that are tested, unless they exist."""
 
 import sys
 

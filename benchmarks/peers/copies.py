@@ -1,4 +1,4 @@
-"""Postgres's own tools that copy a table into an empty one whose primary key is in place: ``COPY`` and ``pg_dump``."""
+"""Postgres's own tools, which copy a table into an empty one with a primary key: ``COPY`` and ``pg_dump``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ COPY, DUMP = "copy | copy", "pg_dump | psql"
 
 @contextmanager
 def target(lab: Lab, database: str, shape: Shape, what: str) -> Iterator[str]:
-    """An empty table at the target, in a database that is called as at the source; it has to be equal afterwards.
+    """Create an empty table in a target database of the same name, and check it against the source afterwards.
 
-    :param what: the case, for errors.
+    :param what: name of the case for errors.
     """
     create_database(lab.target, database)
     execute(lab.target.dsn(database), *shape.ddl)
@@ -30,7 +30,7 @@ def target(lab: Lab, database: str, shape: Shape, what: str) -> Iterator[str]:
 
 
 def copy(lab: Lab, source: str, into: str, parts: Sequence[str] = ("true",)) -> None:
-    """Copy the table by one ``COPY TO STDOUT`` piped into one ``COPY FROM STDIN`` for each of some conditions."""
+    """Copy the table with one pair of ``COPY TO STDOUT`` and ``COPY FROM STDIN`` per condition."""
     psql = _psql(lab)
     _pipe(
         [
@@ -45,7 +45,7 @@ def copy(lab: Lab, source: str, into: str, parts: Sequence[str] = ("true",)) -> 
 
 
 def dump(lab: Lab, source: str, into: str) -> None:
-    """Copy the table by ``pg_dump`` piped into ``psql``."""
+    """Copy the table with ``pg_dump`` piped into ``psql``."""
     pg_dump = [str(lab.source.binaries / "pg_dump"), "--data-only", "--table=public.t", source]
     _pipe([(pg_dump, [*_psql(lab)[:-1], "--output=/dev/null", into])], DUMP)
 

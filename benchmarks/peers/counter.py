@@ -1,7 +1,7 @@
-"""Programs in Java, beside this file, that count what an engine brings; they are compiled once in a laboratory.
+"""Compiles and runs Java programs, next to this file, which count the changes that an engine delivers.
 
-They begin with a line, tell number and sum of keys of all changes by another when there are as many as they were to
-wait for, and stay until they are killed, so that the walsender can be asked when it began.
+A program prints a line when it starts. When it has received the expected number of changes, it prints their number and
+the sum of their keys. It then runs until it is killed, so that the start time of its walsender can be queried.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ _SECONDS = 3600.0
 
 
 class JdkMissing(CdcError):
-    """There is no Java compiler."""
+    """The Java compiler is missing."""
 
 
 @dataclass(frozen=True)
 class Counter:
-    """A program that counts."""
+    """A running program that counts."""
 
     process: subprocess.Popen[str]
     log: Path
 
     def line(self) -> str:
-        """What it tells next.
+        """Return the next line of its output.
 
-        :raises WrongResult: when it ends instead.
+        :raises WrongResult: if it ends instead.
         """
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise WrongResult(f"a counter ended: {self.log.read_text(errors='replace')[-_LOG_CHARACTERS:]}")
+            raise WrongResult(f"a counter ended early: {self.log.read_text(errors='replace')[-_LOG_CHARACTERS:]}")
         return line.strip()
 
 
 def class_path(name: str, packages: Sequence[str]) -> str:
-    """The jars of packages and of what they need, fetched from Maven Central if need be.
+    """Return a class path with the jars of packages and their dependencies, fetched from Maven Central if necessary.
 
-    :param name: of the folder that has them, and no others.
-    :raises JarsMissing: when they cannot be fetched.
-    :raises JdkMissing: when nothing could compile what needs them.
+    :param name: the folder that holds these jars and no others.
+    :raises JarsMissing: if they cannot be fetched.
+    :raises JdkMissing: if there is no Java compiler.
     """
     if shutil.which("javac") is None:
-        raise JdkMissing("There is no javac on this machine.", "Install a JDK of Java 17 or newer.")
+        raise JdkMissing("There is no javac on the PATH.", "Install a JDK of Java 17 or newer.")
     jars = [fetch(package, HOME / name) for package in packages][-1]
-    # Flink's have classes in place of Debezium's own.
+    # Flink's jars contain classes that replace Debezium's own.
     group = packages[0].partition(":")[0]
     return ":".join(map(str, sorted(jars, key=lambda jar: not jar.name.startswith(f"{group}_"))))
 
@@ -65,13 +65,13 @@ def class_path(name: str, packages: Sequence[str]) -> str:
 def counting(
     lab: Lab, program: str, jars: str, properties: Mapping[str, str], *arguments: str, options: Sequence[str] = ()
 ) -> Iterator[Counter]:
-    """Run a program.
+    """Run a program and kill it at the end.
 
-    :param program: the name of its class.
+    :param program: name of its class.
     :param jars: its class path.
-    :param properties: a file of them is its first argument.
-    :param arguments: all others.
-    :param options: of the JVM.
+    :param properties: contents of the properties file that is its first argument.
+    :param arguments: all further arguments.
+    :param options: options of the JVM.
     """
     classes = lab.directory / "classes" / program
     if not classes.exists():

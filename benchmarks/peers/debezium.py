@@ -1,6 +1,6 @@
-"""Debezium's engine in a program that only counts: as it brings changes, or made into JSON first.
+"""Debezium's engine in a program that only counts changes, as objects or serialized as JSON.
 
-All settings that have to do with speed are its defaults. Its JVM is new in each run; or, warm, has drained the same
+All settings that affect speed have their defaults. Its JVM is new in each run, or, if warm, has drained the same
 backlog before.
 """
 
@@ -18,19 +18,19 @@ from benchmarks.report import check
 
 COUNT, JSON, SNAPSHOT = "debezium-count", "debezium-json", "debezium-snapshot"
 WARM = "debezium-warm"
-"""What :data:`COUNT` is in a JVM that has done it once."""
+"""The case :data:`COUNT` in a JVM that has already done it once."""
 VERSION = "3.2.0.Final"
 _PACKAGES = tuple(f"io.debezium:{name}:{VERSION}" for name in ("debezium-embedded", "debezium-connector-postgres"))
 _PROGRAM = "DebeziumCounter"
 
 
 def fetch_jars() -> str:
-    """Java's class path: see :func:`.class_path`."""
+    """Return Java's class path, see :func:`.class_path`."""
     return class_path(f"debezium-{VERSION}", _PACKAGES)
 
 
 def drain(backlog: Backlog, case: str) -> float:
-    """Read a backlog; the seconds from the start of its walsender until the last change is counted."""
+    """Read a backlog and return the seconds from the start of its walsender until the last change is counted."""
     jars, wanted = fetch_jars(), str(backlog.changes)
     with ExitStack() as closing:
         slots = [closing.enter_context(backlog.slot()) for _ in range(2 if case == WARM else 1)]
@@ -44,9 +44,9 @@ def drain(backlog: Backlog, case: str) -> float:
 
 
 def snapshot(lab: Lab, database: str, rows: int, keys: int) -> float:
-    """Read tables; the seconds from the start of the engine until the last row is counted.
+    """Read tables and return the seconds from the start of the engine until the last row is counted.
 
-    :param keys: the sum of all.
+    :param keys: expected sum of all keys.
     """
     slot = f"debezium_{database}"
     properties = _properties(lab.source.dsn(database), "initial_only")

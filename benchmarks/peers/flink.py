@@ -1,6 +1,6 @@
-"""Flink CDC's source for Postgres in a program that only counts, in a cluster of Flink within its JVM.
+"""Flink CDC's source for Postgres in a program that only counts changes, in a Flink cluster within its JVM.
 
-One task reads, with a checkpoint every ten seconds; all other settings that have to do with speed are the defaults.
+One task reads, with a checkpoint every ten seconds; all other settings that affect speed have their defaults.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _PACKAGES = (
     *(f"org.apache.flink:{name}:{_FLINK_VERSION}" for name in _OF_FLINK),
     f"org.apache.flink:flink-table-api-java-bridge:{_FLINK_VERSION}",
 )
-# Its serializers look into classes that the JDK has closed since.
+# Its serializers access classes that the JDK has since encapsulated.
 _OPTIONS = tuple(f"--add-opens=java.base/{package}=ALL-UNNAMED" for package in ("java.lang", "java.util", "java.time"))
 
 
 def drain(backlog: Backlog) -> float:
-    """Read a backlog; the seconds from the start of its walsender until the last change is counted."""
+    """Read a backlog and return the seconds from the start of its walsender until the last change is counted."""
     jars = class_path(f"flink-cdc-{VERSION}", _PACKAGES)
     parts = urlsplit(backlog.dsn)
     with backlog.slot() as slot:

@@ -1,7 +1,7 @@
-"""Spark alone, by its JDBC source: read in two partitions of the key, written by JDBC or to Parquet.
+"""Spark alone with its JDBC source: reads two partitions of the key, and writes by JDBC or to Parquet.
 
-As its manual and the driver's have it: rows are fetched 10,000 at a time, and written in batches of as many, which the
-driver rewrites into inserts of many rows.
+The settings follow the manuals of Spark and the driver: rows are fetched 10,000 at a time and written in batches of the
+same size, which the driver rewrites into multi-row inserts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PARTITIONS = 2
 
 
 def copy(lab: Lab, database: str, shape: Shape, rows: int) -> float:
-    """Copy the table into an empty one with its primary key; the seconds that it takes."""
+    """Copy the table into an empty one with its primary key, and return the seconds that it takes."""
     with target(lab, database, shape, JDBC) as into:
         options = _options(into) | {"batchsize": _ROWS}
         options["url"] += "&reWriteBatchedInserts=true"
@@ -35,7 +35,7 @@ def copy(lab: Lab, database: str, shape: Shape, rows: int) -> float:
 
 
 def to_parquet(lab: Lab, database: str, shape: Shape, rows: int) -> float:
-    """Write the table to Parquet; the seconds that it takes."""
+    """Write the table to Parquet, and return the seconds that it takes."""
     folder = lab.directory / f"jdbc-{database}"
     lab.settle()
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""``pg_recvlogical`` to ``/dev/null``: the limit of one slot, which is what its walsender decodes."""
+"""``pg_recvlogical`` to ``/dev/null``: the upper limit for one slot, set by the decoding of its walsender."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RECVLOGICAL = "pg_recvlogical"
 
 
 def drain(backlog: Backlog) -> float:
-    """Read a backlog; the seconds from the start of the process to its end."""
+    """Read a backlog and return the seconds from the start of the process to its end."""
     with backlog.slot() as slot:
         started = time.monotonic()
         done = subprocess.run(

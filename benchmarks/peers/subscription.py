@@ -1,7 +1,7 @@
 """Postgres's own logical replication into the same target as the mirror: ``CREATE SUBSCRIPTION``.
 
-With its defaults: an apply worker that does not wait for its commits to be flushed (``synchronous_commit = off``), and
-transactions that are sent when they are committed.
+It has the default settings: an apply worker that does not wait until its commits are flushed (``synchronous_commit =
+off``), and transactions that are sent after their commit.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _INTERVAL = 0.02
 
 
 def drain(backlog: Backlog, name: str) -> float:
-    """Apply a backlog; the seconds from the start of its walsender until the last change can be seen.
+    """Apply a backlog and return the seconds from the start of its walsender until the last change is visible.
 
-    :param name: of the database at the target, and of the subscription.
+    :param name: name of the database at the target, and of the subscription.
     """
     lab, shape = backlog.lab, backlog.shape
     create_database(lab.target, name)

@@ -11,7 +11,7 @@ ORDERS = table_asset("shop", "shop.orders")
 def orders_report():
     @task(inlets=[ORDERS])
     def report(inlet_events=None):
-        # Several events may have led to one run: the last one says how far the copy is, no matter how many there were.
+        # Several events may trigger one run. The last one has the latest position.
         watermark = inlet_events[ORDERS][-1].extra["applied_lsn"]
         print(f"The copy of shop.orders has all that the source had committed before {watermark}.")
 

@@ -1,1 +1,1 @@
-"""The provider in a real Airflow, one for all tests of this folder."""
+"""The provider in a real Airflow, which all tests of this folder share."""

@@ -1,4 +1,4 @@
-"""The Chromium of these tests, as people who look at the Airflow use it."""
+"""The Chromium of these tests, which uses Airflow as people do."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 
 CHROMIUM = Path("/usr/bin/chromium")
 TIMEOUT = 60_000
-"""Milliseconds that a page is waited for; the machine may be busy."""
-LOOKS = [(width, mode) for width in (1280, 390) for mode in ("light", "dark")]
-"""As which widths, of a desk and of a phone, and in which colour modes people see a page."""
+"""Milliseconds to wait for a page; the machine may be busy."""
+WIDTHS = (1280, 390)
+"""The widths, of a desktop and of a phone, in which tests view a page."""
+LOOKS = [(width, mode) for width in WIDTHS for mode in ("light", "dark")]
+"""The widths and the color modes in which tests view a page."""
 
 
 class Browser:
-    """One Chromium for all tests; what its pages complain of is kept."""
+    """One Chromium for all tests; it records errors on the console of its pages."""
 
     def __init__(self, browser: Any, base_url: str) -> None:
         self._base_url = base_url
@@ -26,14 +28,14 @@ class Browser:
         self.complaints: list[str] = []
 
     def forgive(self, words: str) -> None:
-        """Take for granted that a page has complained with these words."""
+        """Ignore messages of a page that contain these words."""
         left = [complaint for complaint in self.complaints if words not in complaint]
         assert len(left) < len(self.complaints)
         self.complaints = left
 
     @contextmanager
     def look(self, path: str, width: int = 1280, mode: str = "light", height: int = 900) -> Iterator[Any]:
-        """A page of Airflow, at a width and in a colour mode."""
+        """Open a page of Airflow, with a width and a color mode."""
         page = self._contexts[mode].new_page()
         page.set_viewport_size({"width": width, "height": height})
         page.on("console", lambda m: self.complaints.append(m.text) if m.type == "error" else None)

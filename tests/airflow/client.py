@@ -1,4 +1,4 @@
-"""What tests do to an Airflow through its REST API, beside triggering and watching."""
+"""Operations of tests on an Airflow through its REST API, in addition to triggering and watching."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from local_servers.airflow_client import AirflowClient
 
 
 class Client(AirflowClient):
-    """The client of the tests' Airflow; states are awaited with ``await_condition``."""
+    """The client of the tests' Airflow; tests wait for states with ``await_condition``."""
 
     def visit(self, address: str) -> httpx.Response:
-        """Open an address of Airflow; redirections are not followed."""
+        """Request an address of Airflow without following redirections."""
         return self._http.get(address)
 
     def delete_run(self, dag_id: str, run_id: str) -> None:
-        """Forget a run that has ended."""
+        """Delete a run that has ended."""
         self.call("DELETE", f"/dags/{dag_id}/dagRuns/{run_id}")
 
     def mark_run(self, dag_id: str, run_id: str, state: str) -> None:
@@ -43,42 +43,42 @@ class Client(AirflowClient):
         self.call("POST", f"/dags/{dag_id}/clearTaskInstances", json=body)
 
     def task(self, dag_id: str, run_id: str, task_id: str, map_index: int = -1) -> dict[str, Any]:
-        """A task instance with all that Airflow tells: state, try_number, pid, trigger, rendered_map_index …"""
+        """Return a task instance with all of its fields, such as state, try_number, pid and trigger."""
         found: dict[str, Any] = self.call("GET", self._task(dag_id, run_id, task_id, map_index))
         return found
 
     def state(self, dag_id: str, run_id: str, task_id: str, map_index: int = -1) -> str | None:
-        """The state of a task instance, none before it is scheduled."""
+        """Return the state of a task instance, or ``None`` before it is scheduled."""
         state: str | None = self.task(dag_id, run_id, task_id, map_index)["state"]
         return state
 
     def states(self, dag_id: str, run_id: str) -> dict[str, str | None]:
-        """The states of a run's task instances; mapped ones are named ``snapshot[0]``."""
+        """Return the states of a run's task instances; mapped ones have names like ``snapshot[0]``."""
         return {
             task["task_id"] + (f"[{task['map_index']}]" if task["map_index"] >= 0 else ""): task["state"]
             for task in self.task_states(dag_id, run_id)
         }
 
     def xcom(self, dag_id: str, run_id: str, task_id: str, key: str = "return_value", map_index: int = -1) -> Any:
-        """A value that a task left behind."""
+        """Return a value that a task left behind."""
         path = f"/dags/{dag_id}/dagRuns/{run_id}/taskInstances/{task_id}/xcomEntries/{key}"
         return self.call("GET", path, params={"map_index": map_index, "deserialize": True})["value"]
 
     def backfill(self, dag_id: str, from_date: str, to_date: str, **options: Any) -> int:
-        """Create a backfill, see ``BackfillPostBody`` for options; its id."""
+        """Create a backfill and return its id, see ``BackfillPostBody`` for options."""
         body: Mapping[str, Any] = {"dag_id": dag_id, "from_date": from_date, "to_date": to_date, **options}
         return int(self.call("POST", "/backfills", json=body)["id"])
 
     def change_backfill(self, backfill: int, action: str) -> None:
-        """``pause``, ``unpause`` or ``cancel``."""
+        """Send ``pause``, ``unpause`` or ``cancel``."""
         self.call("PUT", f"/backfills/{backfill}/{action}")
 
     def backfill_over(self, backfill: int) -> bool:
-        """Whether all runs of a backfill have ended."""
+        """Return whether all runs of a backfill have ended."""
         return self.call("GET", f"/backfills/{backfill}")["completed_at"] is not None
 
     def runs(self, dag_id: str) -> dict[str, str]:
-        """The states of a Dag's runs by their ids."""
+        """Return the states of a Dag's runs by their ids."""
         return {run["dag_run_id"]: run["state"] for run in self.pages(f"/dags/{dag_id}/dagRuns", "dag_runs")}
 
     def _task(self, dag_id: str, run_id: str, task_id: str, map_index: int) -> str:

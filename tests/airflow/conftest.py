@@ -1,4 +1,4 @@
-"""Fixtures of the tests with a real Airflow, which lives as long as they last."""
+"""Fixtures of the tests with a real Airflow, which runs as long as the tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _running: list[AirflowUnderTest] = []
 
 @pytest.fixture(scope="package")
 def airflow(server_directory: Path) -> Iterator[AirflowUnderTest]:
-    """The Airflow, started by the first test that needs it."""
+    """Run the Airflow, started by the first test that needs it."""
     airflow = AirflowUnderTest(server_directory / "airflow")
     _running.append(airflow)
     try:
@@ -29,13 +29,13 @@ def airflow(server_directory: Path) -> Iterator[AirflowUnderTest]:
 
 @pytest.fixture(scope="package")
 def client(airflow: AirflowUnderTest) -> Client:
-    """Its REST API."""
+    """Return its REST API."""
     return airflow.client
 
 
 @pytest.fixture(scope="module")
 def chromium(airflow: AirflowUnderTest) -> Iterator[Browser]:
-    """The browser of a module; one for all would leave its event loop to tests that have their own."""
+    """Run the browser of a module; one for all modules would leave its event loop to tests that have their own."""
     sync_api = pytest.importorskip("playwright.sync_api")
     if not CHROMIUM.exists():
         pytest.skip(f"no {CHROMIUM}")
@@ -47,7 +47,7 @@ def chromium(airflow: AirflowUnderTest) -> Iterator[Browser]:
 
 @pytest.fixture
 def browser(chromium: Browser) -> Iterator[Browser]:
-    """The browser, in whose console nobody must complain during the test."""
+    """Return the browser, and check that its console shows no errors during the test."""
     yield chromium
     complaints, chromium.complaints = chromium.complaints, []
     assert complaints == []

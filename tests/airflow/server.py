@@ -1,4 +1,4 @@
-"""The Airflow of these tests: its settings, its folders, its processes."""
+"""The Airflow of these tests: its settings, folders and processes."""
 
 from __future__ import annotations
 
@@ -16,45 +16,50 @@ from tests.airflow.client import Client
 from tests.support.airflow_support import HOME_VARIABLE, ROOT, connection_json
 
 SECONDS = 300.0
-"""How long Airflow and Spark are waited for, far beyond what they take on an idle machine."""
+"""Seconds to wait for Airflow and Spark, far more than they need on an idle machine."""
+
+POLL = 1.0
+"""Seconds between two requests to Airflow, each of which takes it up to a twentieth of a second of a core."""
 
 HISTORY_SERVER = "http://127.0.0.1:1"
-"""Spark's, at which nobody answers: what counts is where links lead."""
+"""Address of Spark, at which no server answers: only the targets of links matter."""
 
 SETTINGS: Mapping[str, str] = {
     "PYTHONPATH": str(ROOT),
     "AIRFLOW_CONN_SPARK_DEFAULT": connection_json(conn_type="spark", host="local[2]"),
     "AIRFLOW__METRICS__STATSD_ON": "False",
-    # A task whose supervisor is gone, a triggerer and a scheduler that are gone, are missed soon.
+    # Notice missing supervisors of tasks, triggerers and schedulers soon.
     "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT": "20",
-    "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT_DETECTION_INTERVAL": "2",
+    "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT_DETECTION_INTERVAL": "5",
     "AIRFLOW__WORKERS__MIN_HEARTBEAT_INTERVAL": "2",
     "AIRFLOW__TRIGGERER__JOB_HEARTBEAT_SEC": "1",
     "AIRFLOW__TRIGGERER__TRIGGERER_HEALTH_CHECK_THRESHOLD": "15",
     "AIRFLOW__SCHEDULER__SCHEDULER_HEALTH_CHECK_THRESHOLD": "15",
     "AIRFLOW__SCHEDULER__ORPHANED_TASKS_CHECK_INTERVAL": "5",
-    "AIRFLOW__SCHEDULER__TRIGGER_TIMEOUT_CHECK_INTERVAL": "2",
-    "AIRFLOW__SCHEDULER__SCHEDULER_IDLE_SLEEP_TIME": "0.5",
+    "AIRFLOW__SCHEDULER__TRIGGER_TIMEOUT_CHECK_INTERVAL": "5",
 }
-"""An Airflow that loses no time, for this and for that of the torture."""
+"""Settings of an Airflow that notices failures soon, for these tests and for the torture tests.
+
+Each loop of the scheduler takes a twentieth of a second of a core, so its pauses stay as long as they are by default.
+"""
 
 
 class AirflowUnderTest:
-    """``airflow standalone`` with the Dags of the repository, and what tests need of it.
+    """``airflow standalone`` with the Dags of the repository, and the operations of tests on it.
 
-    Its metadata stand in Postgres: with SQLite, whoever writes makes all others wait, and tests kill and backfill.
+    Its metadata are in Postgres: in SQLite each writer blocks all others, and these tests kill tasks and backfill.
 
-    :param directory: of its own, which Postgres can enter.
+    :param directory: its own directory, which Postgres can enter.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.dags = directory / "dags"
-        """The folder of Dags: ``repository`` is a link to those of the repository, tests add their own files."""
+        """Folder of Dags: ``repository`` is a link to those of the repository, and tests add their own files."""
         self.pipelines = directory / "pipelines"
-        """Where the page looks for pipeline files."""
+        """Folder in which the page looks for pipeline files."""
         self.scheduled = directory / "scheduled.yaml"
-        """The pipeline file of runs that nobody has triggered, for a test to write."""
+        """Pipeline file of scheduled runs, which a test may write."""
         for folder in (self.dags, self.pipelines):
             folder.mkdir(parents=True)
         (self.dags / "repository").symlink_to(ROOT / "dags", target_is_directory=True)
@@ -63,23 +68,23 @@ class AirflowUnderTest:
         self.client = Client(self.stack.base_url)
 
     def start(self) -> None:
-        """Start it and wait until it is healthy."""
+        """Start Airflow and wait until it is healthy."""
         self._metadata.start()
         with psycopg.connect(self._metadata.dsn(), autocommit=True) as connection:
             connection.execute("CREATE DATABASE airflow")
         self.stack.start()
 
     def stop(self) -> None:
-        """End all of it, detached Spark jobs too."""
+        """Stop all of it, including detached Spark jobs."""
         self.stack.stop()
         self._metadata.remove()
 
     def add_dag(self, name: str, source: str) -> None:
-        """Add a file of Dags, or replace it; wait for what it defines with ``client.await_dag``."""
+        """Add or replace a file of Dags; use ``client.await_dag`` to wait for its Dags."""
         (self.dags / f"{name}.py").write_text(source, encoding="utf-8")
 
     def succeed(self, dag_id: str, run_id: str, seconds: float = SECONDS) -> None:
-        """Wait until a run has ended, and fail with the logs of its tasks unless it succeeded."""
+        """Wait until a run has ended, and fail with the logs of its tasks if it failed."""
         state = self.client.wait(dag_id, run_id, seconds)
         assert state == "success", f"{self.client.states(dag_id, run_id)}\n{self.client.failures(dag_id, run_id)}"
 
@@ -91,12 +96,12 @@ class AirflowUnderTest:
         def reached() -> bool:
             return self.client.state(dag_id, run_id, task_id, map_index) in states
 
-        assert await_condition(reached, seconds, 0.5), self.client.states(dag_id, run_id)
+        assert await_condition(reached, seconds, POLL), self.client.states(dag_id, run_id)
 
     def await_end_of_process(self, dag_id: str, run_id: str, task_id: str) -> None:
-        """Wait until the scheduler knows that the process of a task is over, after it paused.
+        """Wait until the scheduler knows that the process of a task has ended, after the task was deferred.
 
-        A task that goes on before that, within the second, is taken for one that was killed (Airflow 3.3.2).
+        If a task continues before that, within the second, Airflow 3.3.2 considers it killed.
         """
         event = f"TaskInstanceKey(dag_id='{dag_id}', task_id='{task_id}', run_id='{run_id}'"
 
@@ -104,10 +109,10 @@ class AirflowUnderTest:
             lines = self.stack.log_file.read_text(errors="replace").splitlines()
             return any("Received executor event" in line and event in line for line in lines)
 
-        assert await_condition(known, SECONDS, 0.5), self.client.states(dag_id, run_id)
+        assert await_condition(known, SECONDS, POLL), self.client.states(dag_id, run_id)
 
     def answer(self, dag_id: str, run_id: str, choice: str) -> dict[str, Any]:
-        """Answer what the task ``approve`` of a run asks, once it asks; the question."""
+        """Answer the question of the task ``approve`` of a run, once it asks, and return the question."""
         self.await_state(dag_id, run_id, "approve", "awaiting_input")
         self.await_end_of_process(dag_id, run_id, "approve")
         path = f"/dags/{dag_id}/dagRuns/{run_id}/taskInstances/approve/-1/hitlDetails"
@@ -118,17 +123,17 @@ class AirflowUnderTest:
     def task_processes(
         self, dag_id: str, run_id: str, task_id: str, map_index: int = -1
     ) -> tuple[psutil.Process, psutil.Process]:
-        """The process of a running task and that of its supervisor, a worker of the executor."""
+        """Return the process of a running task and that of its supervisor, a worker of the executor."""
         task = psutil.Process(self.client.task(dag_id, run_id, task_id, map_index)["pid"])
         return task, psutil.Process(task.ppid())
 
     def restart(self, component: str) -> None:
-        """Start a component that was killed, and wait until Airflow is whole again."""
+        """Start a component that was killed, and wait until Airflow is complete again."""
         self.stack.restart(component)
-        assert await_condition(lambda: self.client.healthy, SECONDS, 0.5), self.stack.log_tail()
+        assert await_condition(lambda: self.client.healthy, SECONDS, POLL), self.stack.log_tail()
 
     def kill(self, component: str) -> None:
-        """Kill a component with what it has forked, as the end of its machine would; :meth:`restart` starts it."""
+        """Kill a component with its child processes, like a crash of its machine; :meth:`restart` starts it."""
         main = self.stack.component(component)
         assert main is not None, f"{component} is dead already"
         family = [main, *main.children(recursive=True)]
@@ -140,11 +145,11 @@ class AirflowUnderTest:
         address = self._metadata.dsn("airflow").removeprefix("postgresql:")
         return {
             **SETTINGS,
-            # Dags may import the tests' modules, which otherwise make a home of their own.
+            # Dags may import the tests' modules, which otherwise create their own home.
             HOME_VARIABLE: str(self.directory / "airflow"),
             "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": f"postgresql+psycopg2:{address}",
             "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN_ASYNC": f"postgresql+psycopg:{address}",
-            # Airflow's own sessions with its metadata do not bear what the tests' environment says to libpq.
+            # Airflow's own sessions with its metadata do not tolerate the tests' environment for libpq.
             "PGCLIENTENCODING": "UTF8",
             "PGDATESTYLE": "ISO, MDY",
             "PGOPTIONS": "",
@@ -154,5 +159,6 @@ class AirflowUnderTest:
             "AIRFLOW__AIRFLOW_CDC__SPARK_HISTORY_SERVER": HISTORY_SERVER,
             "AIRFLOW_CDC_PIPELINE": str(self.scheduled),
             "AIRFLOW__DAG_PROCESSOR__REFRESH_INTERVAL": "2",
-            "AIRFLOW__DAG_PROCESSOR__MIN_FILE_PROCESS_INTERVAL": "60",
+            # Only files that change are parsed again.
+            "AIRFLOW__DAG_PROCESSOR__MIN_FILE_PROCESS_INTERVAL": "3600",
         }

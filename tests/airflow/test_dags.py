@@ -1,4 +1,4 @@
-"""Dags of the repository in a real Airflow, driven as a user does it."""
+"""Dags of the repository in a real Airflow, used like a user does."""
 
 from __future__ import annotations
 

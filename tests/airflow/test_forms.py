@@ -1,6 +1,6 @@
-"""Airflow's own forms with what this provider puts into them, filled in by a user in Chromium.
+"""Airflow's own forms with the fields of this provider, filled in by a user in Chromium.
 
-``AIRFLOW_CDC_IMAGES=docs/images`` makes the picture of a run for the documentation anew.
+``AIRFLOW_CDC_IMAGES=docs/images`` recreates the picture of a run for the documentation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from airflow_cdc_provider.engine.state.heartbeat import read_heartbeat
 from local_servers.airflow_client import FINAL_STATES
 from tests.airflow.browser import LOOKS, Browser
 from tests.airflow.client import Client
-from tests.airflow.server import HISTORY_SERVER, SECONDS, AirflowUnderTest
+from tests.airflow.server import HISTORY_SERVER, POLL, SECONDS, AirflowUnderTest
 from tests.conftest import Databases
 from tests.support.pipelines import PipelineUnderTest
 
@@ -31,11 +31,11 @@ IMAGES = os.environ.get("AIRFLOW_CDC_IMAGES")
 
 
 def open_form(page: Any, fields: Mapping[str, tuple[str, str]]) -> Any:
-    """The form of a Dag, once it shows fields of these titles, which have these names and values."""
+    """Open the form of a Dag, and wait until it shows fields with these titles, names and values."""
     page.get_by_role("button", name="Trigger").first.click()
     form = page.get_by_role("dialog")
     for title, (name, value) in fields.items():
-        form.locator("label", has_text=title).first.wait_for()  # which nobody has to unfold
+        form.locator("label", has_text=title).first.wait_for()  # which is already expanded
         assert form.locator(f"[name=element_{name}]").input_value() == value
     return form
 
@@ -96,7 +96,7 @@ def test_the_form_of_a_backfill_proposes_and_refuses(browser: Browser, client: C
             "Tables": ("tables", ""),
         }
         form = open_form(page, fields)
-        form.get_by_text("Rows of an interval of time", exact=True).wait_for()  # as which time is shown
+        form.get_by_text("Rows of a time interval", exact=True).wait_for()  # the form in which a time is shown
         form.locator("[name=element_tables]").fill("orders")
         submit(form)
         form.get_by_text("Invalid input for param tables: 'orders' does not match").wait_for()
@@ -106,16 +106,16 @@ def test_the_form_of_a_backfill_proposes_and_refuses(browser: Browser, client: C
 
 @pytest.fixture
 def pipeline(airflow: AirflowUnderTest, databases: Databases, tmp_path: Path) -> Iterator[PipelineUnderTest]:
-    """A shop, whose file stands where the page looks."""
+    """Create a shop, whose file is in the folder of the page."""
     tables = ["shop.customers", "shop.orders"]
     spark = {"conf": {"spark.ui.enabled": "true"}}
-    pipeline = PipelineUnderTest(tmp_path, databases, tables, snapshot={"chunk_rows": 1000})
+    pipeline = PipelineUnderTest(tmp_path, databases, tables, snapshot={"chunk_rows": 500})
     pipeline.change(spark={"conf": pipeline.document["spark"]["conf"] | spark["conf"]})
     pipeline.source("CREATE SCHEMA shop")
     for number, table in enumerate(tables, 1):
         pipeline.source(
             f"CREATE TABLE {table} (id int PRIMARY KEY, body text)",
-            f"INSERT INTO {table} SELECT n, 'row ' || n FROM generate_series(1, {number * 4000}) n",
+            f"INSERT INTO {table} SELECT n, 'row ' || n FROM generate_series(1, {number * 1000}) n",
         )
     shown = airflow.pipelines / "shown.yaml"
     shown.symlink_to(pipeline.file)
@@ -140,7 +140,7 @@ def test_a_pipeline_is_triggered_from_its_form_and_paused_and_verified_on_the_pa
             found[:] = client.runs(dag).keys() - before
             return bool(found)
 
-        assert await_condition(begun, SECONDS, 0.5), dag
+        assert await_condition(begun, SECONDS, POLL), dag
         return found[0]
 
     def streams() -> bool:
@@ -166,14 +166,14 @@ def test_a_pipeline_is_triggered_from_its_form_and_paused_and_verified_on_the_pa
         browser.forgive("400 (Bad Request)")
         form.locator("[name=element_until_lsn]").fill("")
         form.locator("#element_until").click()
-        page.get_by_role("option", name="forever: somebody stops it").click()
+        page.get_by_role("option", name="forever: until a user stops it").click()
         form.locator("[name=element_pipeline]").fill(str(airflow.pipelines / "shown.yaml"))
         if not IMAGES:
             form.locator("[name=element_groups]").fill("1")
-        submit(form)  # which also unpauses the Dag, as is proposed
+        submit(form)  # this also unpauses the Dag, as proposed
         form.wait_for(state="detached")
     run = new_run(DAG, before)
-    assert await_condition(streams, SECONDS, 0.5), client.states(DAG, run)
+    assert await_condition(streams, SECONDS, POLL), client.states(DAG, run)
 
     with browser.look(f"dags/{DAG}/runs/{run}/tasks/stream/details") as page:
         page.get_by_role("link", name="Spark UI or history server").click()
@@ -181,7 +181,7 @@ def test_a_pipeline_is_triggered_from_its_form_and_paused_and_verified_on_the_pa
         beat = read_heartbeat(state, "stream")
         assert beat is not None
         assert page.url.startswith(str(beat.ui))
-    assert await_condition(slot_moved, SECONDS, 1.0), client.states(DAG, run)  # without a stream it would not
+    assert await_condition(slot_moved, SECONDS, POLL), client.states(DAG, run)  # without a stream it would not
     with browser.look(f"plugin/cdc?pipeline={pipeline.name}") as page:
         page.get_by_role("button", name="Pause").click()
         page.get_by_role("alertdialog").get_by_role("button", name="Pause").click()
@@ -193,7 +193,7 @@ def test_a_pipeline_is_triggered_from_its_form_and_paused_and_verified_on_the_pa
         airflow.succeed(DAG, run)
         assert client.xcom(DAG, run, "verify")["equal"]
         for each, found in client.runs(VERIFY).items():
-            if found not in FINAL_STATES:  # the schedule's, of a file that does not exist, which would go first
+            if found not in FINAL_STATES:  # the schedule's run, with a file that does not exist, would come first
                 client.mark_run(VERIFY, each, "failed")
         before = client.runs(VERIFY).keys()
         page.get_by_role("button", name="Verify").click()

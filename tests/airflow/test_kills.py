@@ -1,4 +1,4 @@
-"""What becomes of Spark jobs when parts of a real Airflow are killed, and when users mark or clear their tasks."""
+"""Spark jobs when parts of a real Airflow are killed, and when users mark or clear their tasks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.heartbeat import read_heartbeat
 from airflow_cdc_provider.engine.state.submission import Submission, read
 from tests.airflow.client import Client
-from tests.airflow.server import SECONDS, AirflowUnderTest
+from tests.airflow.server import POLL, SECONDS, AirflowUnderTest
 from tests.conftest import Databases
 from tests.support.databases import transaction
 from tests.support.pipelines import UNHURRIED, PipelineUnderTest
@@ -68,7 +68,7 @@ for deferrable in (True, False):
 
 
 class Jobs(Stoppable):
-    """The Spark jobs of a run: the one at hand, and how many there have ever been at once."""
+    """The Spark jobs of a run: the current one, and the largest number of jobs at a time."""
 
     def __init__(self, airflow: AirflowUnderTest, pipeline: PipelineUnderTest, dag: str, groups: int) -> None:
         super().__init__("census")
@@ -92,7 +92,7 @@ class Jobs(Stoppable):
         ]
 
     def processes(self) -> list[psutil.Process]:
-        """All that lives of all jobs: each keeper's session."""
+        """Return all living processes of all jobs: the session of each keeper."""
         keepers = {job.keeper.pid for job in self.submissions() if job.keeper is not None}
         found = []
         for process in self._airflow.stack.processes():
@@ -106,7 +106,7 @@ class Jobs(Stoppable):
         return [job for job in found if job is not None]
 
     def await_work(self, number: int) -> Submission:
-        """Wait until the job of this number, from 1, is at work, and its task waits for it."""
+        """Wait until the job with this number, from 1, is running, and its task waits for it."""
         seen: list[Submission] = []
 
         def works() -> bool:
@@ -122,11 +122,11 @@ class Jobs(Stoppable):
         return seen[-1]
 
     def await_state(self, *states: str) -> None:
-        assert await_condition(lambda: self.task["state"] in states, SECONDS, 0.5), self.explain()
+        assert await_condition(lambda: self.task["state"] in states, SECONDS, POLL), self.explain()
 
     @property
     def place(self) -> tuple[str, str, str, int]:
-        """Where the task of the job at hand is."""
+        """Return the Dag, the run, the task and the map index of the current job."""
         if self.submissions()[-1].part == "stream":
             return self._dag, self._run, "stream", -1
         instances = self._airflow.client.task_states(self._dag, self._run)
@@ -138,7 +138,7 @@ class Jobs(Stoppable):
         return self._airflow.client.task(*self.place)
 
     def tried_again(self, attempt: int) -> bool:
-        """Whether the task waits for its job again, after an attempt."""
+        """Return whether the task waits for its job again, after an attempt."""
         task = self.task
         return task["try_number"] > attempt and task["state"] == "running" and task["pid"] is not None
 
@@ -147,7 +147,7 @@ class Jobs(Stoppable):
         driver.kill()
 
     def stop_driver(self) -> list[psutil.Process]:
-        """Let the driver and its JVM hang; they."""
+        """Halt the driver and its JVM, and return them."""
         (driver,) = self.drivers()
         hung = [driver, driver.parent()]
         for process in hung:
@@ -155,7 +155,7 @@ class Jobs(Stoppable):
         return hung
 
     def restart_triggerer(self) -> None:
-        """Kill the triggerer, and wait until another has taken over what it waited for."""
+        """Kill the triggerer, and wait until another one has taken over its triggers."""
         self._airflow.kill("triggerer")
         self._airflow.restart("triggerer")
 
@@ -165,7 +165,7 @@ class Jobs(Stoppable):
 
     def succeed(self) -> None:
         self._airflow.succeed(self._dag, self._run)
-        assert await_condition(lambda: not self.processes(), SECONDS, 0.5), self.processes()
+        assert await_condition(lambda: not self.processes(), SECONDS, POLL), self.processes()
 
     @staticmethod
     def _line(process: psutil.Process) -> list[str]:
@@ -182,7 +182,7 @@ def dags(airflow: AirflowUnderTest, client: Client) -> None:
 
 @pytest.fixture
 def pipeline(databases: Databases, tmp_path: Path) -> PipelineUnderTest:
-    """A table whose copy takes long enough to be interrupted."""
+    """Return a pipeline whose copy takes long enough to be interrupted."""
     under_test = PipelineUnderTest(
         tmp_path,
         databases,
@@ -211,13 +211,13 @@ def jobs(airflow: AirflowUnderTest, pipeline: PipelineUnderTest, request: pytest
 
 @contextmanager
 def held(pipeline: PipelineUnderTest) -> Iterator[None]:
-    """Keep a snapshot from getting on for the time of the block; its job tries again and again."""
+    """Keep a snapshot from making progress during the block; its job retries."""
     with transaction(pipeline.databases.source, "LOCK TABLE public.t"):
         yield
 
 
 def change(pipeline: PipelineUnderTest, word: str) -> int:
-    """Change rows; where the log ends then."""
+    """Change rows, and return the end of the log afterwards."""
     pipeline.source(f"UPDATE public.t SET body = '{word}' WHERE id % 7 = 0")
     return pipeline.marker()
 
@@ -251,7 +251,7 @@ def test_jobs_of_deferred_tasks(
     jobs.await_work(5)
     assert pipeline.record.epoch > epoch
     marker = change(pipeline, "killed")
-    assert await_condition(lambda: pipeline.record.applied >= marker, SECONDS)
+    assert await_condition(lambda: pipeline.record.applied >= marker, SECONDS, POLL)
 
     jobs.await_state("deferred")
     started = time.monotonic()
@@ -262,19 +262,19 @@ def test_jobs_of_deferred_tasks(
 
     client.clear(*jobs.place[:2], [jobs.place[2]])
     jobs.await_work(6)
-    assert await_condition(lambda: pipeline.record.applied >= marker, SECONDS)
+    assert await_condition(lambda: pipeline.record.applied >= marker, SECONDS, POLL)
 
-    # Without a scheduler the job goes on and ends; what it leaves is taken up by the next.
+    # Without a scheduler the job continues and ends; the next scheduler uses its result.
     jobs.await_state("deferred")
     airflow.kill("scheduler")
     marker = change(pipeline, "alone")
-    assert await_condition(lambda: pipeline.record.applied >= marker, SECONDS)
+    assert await_condition(lambda: pipeline.record.applied >= marker, SECONDS, POLL)
     pipeline.run("stop")
     assert await_condition(lambda: not jobs.processes(), SECONDS), jobs.processes()
     airflow.restart("scheduler")
     jobs.succeed()
     assert client.xcom(*jobs.place[:3])["caught_up"] is False
-    assert jobs.most == 1  # also since the pool of the source has one slot, which deferred tasks keep
+    assert jobs.most == 1  # also because the pool of the source has one slot, which deferred tasks keep
     assert len(jobs.submissions()) == 6
     pipeline.assert_equal()
 
@@ -292,10 +292,10 @@ def test_jobs_of_tasks_that_wait_in_a_worker(
         attempt = jobs.task["try_number"]
         with held(pipeline) if part == "snapshot" else nullcontext():
             (task if part == "snapshot" else supervisor).kill()
-            assert await_condition(lambda attempt=attempt: jobs.tried_again(attempt), SECONDS, 0.5), jobs.explain()
+            assert await_condition(lambda attempt=attempt: jobs.tried_again(attempt), SECONDS, POLL), jobs.explain()
             assert jobs.drivers() == [driver]
 
-    # One that hangs is taken for lost, and killed before another takes over.
+    # A job that hangs is considered lost, and killed before another takes over.
     epoch = pipeline.record.epoch
     (airflow.directory / "hangs").touch()
     hung = jobs.stop_driver()
@@ -306,9 +306,9 @@ def test_jobs_of_tasks_that_wait_in_a_worker(
     lost = jobs.submissions()[1].error
     assert lost is not None
     assert (lost["kind"], lost["retry"]) == ("JobLost", "retry")
-    assert "no further heartbeat has come for" in lost["message"]
+    assert "there has been no further heartbeat for" in lost["message"]
     marker = change(pipeline, "killed")
-    assert await_condition(lambda: pipeline.record.applied >= marker, SECONDS)
+    assert await_condition(lambda: pipeline.record.applied >= marker, SECONDS, POLL)
     pipeline.run("stop")
     jobs.succeed()
     assert jobs.most == 1

@@ -1,6 +1,6 @@
-"""The page CDC in a real Chromium, served by a real Airflow, of pipelines that real jobs report on.
+"""The page CDC in a real Chromium, served by a real Airflow, with pipelines of real jobs.
 
-``AIRFLOW_CDC_IMAGES=docs/images`` makes the pictures of the documentation anew.
+``AIRFLOW_CDC_IMAGES=docs/images`` recreates the pictures of the documentation.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import jwt
 import pytest
 import yaml
 
-from airflow_cdc_provider.engine.runs.record_copy import write_ledger
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.runs.record_copy import write_record_copy
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.history import read_history
-from tests.airflow.browser import LOOKS, Browser
+from tests.airflow.browser import LOOKS, WIDTHS, Browser
 from tests.airflow.client import Client
 from tests.airflow.server import SECONDS, AirflowUnderTest
 from tests.conftest import Databases
@@ -38,7 +39,7 @@ with DAG("cdc_{name}", tags=["cdc", "cdc:{name}"], schedule=None):
     EmptyOperator(task_id="nothing")
 """
 
-# Elements that show a scrollbar, or cut off what they hold, in the direction of reading.
+# Elements that show a scrollbar, or truncate their contents, in the direction of reading.
 OVERFLOWING = """() => [document.documentElement, ...document.querySelectorAll("[data-cdc], [data-cdc] *")]
     .filter((e) => e.scrollWidth > e.clientWidth + 1 && e.clientWidth > 0
         && ["auto", "scroll", "visible"].includes(getComputedStyle(e).overflowX)
@@ -48,7 +49,7 @@ OVERFLOWING = """() => [document.documentElement, ...document.querySelectorAll("
 
 @pytest.fixture(autouse=True)
 def no_pipelines(airflow: AirflowUnderTest) -> Iterator[None]:
-    """Leave no pipeline files behind."""
+    """Remove all pipeline files."""
     yield
     shutil.rmtree(airflow.pipelines)
     airflow.pipelines.mkdir()
@@ -56,7 +57,7 @@ def no_pipelines(airflow: AirflowUnderTest) -> Iterator[None]:
 
 @pytest.fixture
 def shop(airflow: AirflowUnderTest, databases: Databases, tmp_path: Path) -> Iterator[PipelineUnderTest]:
-    """A pipeline that has been copied; its file stands where the page looks, as ``shop``."""
+    """Return a pipeline that has been copied; its file is in the folder of the page, as ``shop``."""
     tables = ["shop.customers", "shop.orders", "shop.order_lines"]
     stream = {"heartbeat": "1 second", "max_retained_wal": "64MiB"}
     pipeline = PipelineUnderTest(tmp_path, databases, tables, snapshot={"chunk_rows": 1000}, stream=stream)
@@ -68,9 +69,9 @@ def shop(airflow: AirflowUnderTest, databases: Databases, tmp_path: Path) -> Ite
         )
     pipeline.provision()
     pipeline.copy_tables()
-    write_ledger(pipeline.pipeline, State(pipeline.pipeline.state), pipeline.record)
+    write_record_copy(pipeline.pipeline, State(pipeline.pipeline.state), pipeline.record)
     source = pipeline.pipeline.source
-    # Slots of tests that run beside each other need names of their own; what people see is the name.
+    # Slots of concurrent tests need different names; users see the name.
     pipeline.change(source={"slot": source.slot, "publication": source.publication})
     text = yaml.safe_dump(pipeline.document | {"pipeline": "shop"})
     (airflow.pipelines / "shop.yaml").write_text(text, encoding="utf-8")
@@ -80,7 +81,7 @@ def shop(airflow: AirflowUnderTest, databases: Databases, tmp_path: Path) -> Ite
 
 @contextmanager
 def customers(dsn: str) -> Iterator[None]:
-    """Customers who buy, now more and now less."""
+    """Run customers who buy at varying rates."""
     over = threading.Event()
 
     def buy() -> None:
@@ -99,21 +100,21 @@ def customers(dsn: str) -> Iterator[None]:
 
 
 def assert_fits(page: Any) -> None:
-    """Nothing is wider than its place, nor than the window."""
-    assert page.evaluate(OVERFLOWING) == []
+    """Check that no element is wider than its container, or than the window, once the page has been laid out."""
+    assert await_condition(lambda: page.evaluate(OVERFLOWING) == [], 10), page.evaluate(OVERFLOWING)
 
 
 def test_nothing_yet(browser: Browser, client: Client) -> None:
     client.await_dag("cdc_pipeline")
-    for width, mode in LOOKS[::3]:
-        with browser.look("plugin/cdc", width, mode) as page:
-            page.get_by_text("No pipelines yet").wait_for()
-            assert_fits(page)
+    with browser.look("plugin/cdc", *LOOKS[-1]) as page:
+        page.get_by_text("No pipelines yet").wait_for()
+        assert_fits(page)
     with browser.look("dags/cdc_pipeline/plugin/cdc-pipelines") as page:
         page.get_by_text("This Dag runs no pipeline.").wait_for()
         page.get_by_role("link", name="CDC", exact=True).wait_for()
         page.get_by_role("link", name="All pipelines").click()
         page.get_by_text("No pipelines yet").wait_for()
+        assert_fits(page)
     with browser.look("") as page:
         page.get_by_text("Browse").click()
         page.get_by_role("menuitem", name="CDC").click()
@@ -132,16 +133,19 @@ def test_one_pipeline_is_shown_and_stopped_and_resumed(
         samples = 14 if images else 3
         state = State(shop.pipeline.state)
         stream.until(lambda: len(read_history(state)["samples"]) >= samples, "samples", SECONDS)
-        for width, mode in LOOKS:
-            with browser.look("plugin/cdc", width, mode, height=1440 if width > 400 else 1600) as page:
-                for text in ("streaming", "budget 64.0 MiB", "shop.order_lines", "Recent batches", "None."):
-                    page.get_by_text(text).first.wait_for()
-                for name in ("Retained WAL: ", "shop.orders: 16 of 16 chunks copied"):
-                    page.get_by_role("img", name=name).wait_for()
-                page.get_by_role("button", name="Stop").wait_for()
-                assert_fits(page)
-                if images and (width, mode) != (390, "dark"):
-                    page.screenshot(path=f"{images}/cdc-page-{width}-{mode}.png")
+        # Each color mode is loaded at one width, and then seen at the other one too.
+        for first, mode in LOOKS[::3]:
+            with browser.look("plugin/cdc", first, mode) as page:
+                for width in sorted(WIDTHS, key=lambda width: width != first):
+                    page.set_viewport_size({"width": width, "height": 1440 if width > 400 else 1600})
+                    for text in ("streaming", "budget 64.0 MiB", "shop.order_lines", "Recent batches", "None."):
+                        page.get_by_text(text).first.wait_for()
+                    for name in ("Retained WAL: ", "shop.orders: 16 of 16 chunks copied"):
+                        page.get_by_role("img", name=name).wait_for()
+                    page.get_by_role("button", name="Stop").wait_for()
+                    assert_fits(page)
+                    if images and (width, mode) != (390, "dark"):
+                        page.screenshot(path=f"{images}/cdc-page-{width}-{mode}.png")
         with browser.look("dags/cdc_shop/plugin/cdc-pipelines") as page:
             page.get_by_role("heading", name="shop", exact=True).wait_for()
             assert_fits(page)

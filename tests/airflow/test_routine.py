@@ -1,4 +1,4 @@
-"""A pipeline day by day: sensors, runs on a schedule and what they start, comparisons, a time limit, the end."""
+"""The daily life of a pipeline: sensors, scheduled runs and their effects, comparisons, a time limit, the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.submission import read_all
 from local_servers.airflow_client import AirflowFailed
 from tests.airflow.client import Client
-from tests.airflow.server import SECONDS, AirflowUnderTest
+from tests.airflow.server import POLL, SECONDS, AirflowUnderTest
 from tests.conftest import Databases
 from tests.support.pipelines import UNHURRIED, PipelineUnderTest
 from tests.support.threads import Stoppable
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.timeout(900)]
 
 INCREMENTAL, VERIFY, DROP = "cdc_incremental", "cdc_verify", "cdc_drop"
 LIMIT = 90
-"""Seconds that the task with a limit may take; its job has to come to work, and two comparisons to end, before."""
+"""Seconds that the task with a limit may take; before that, its job has to start, and two comparisons have to end."""
 
 DAGS = """
 from datetime import timedelta
@@ -57,7 +57,7 @@ with DAG("routine_limited"):
 
 
 class Writer(Stoppable):
-    """Gives all rows up to 100 the same number, a transaction each."""
+    """Sets the same number in all rows up to 100, each time in one transaction."""
 
     def __init__(self, dsn: str) -> None:
         super().__init__("writer")
@@ -66,14 +66,14 @@ class Writer(Stoppable):
     def work(self) -> None:
         number = 0
         with psycopg.connect(self._dsn, autocommit=True) as connection:
-            while not self._halt.wait(0.1):
+            while not self._halt.wait(0.3):
                 number += 1
                 connection.execute("UPDATE public.t SET body = %s WHERE id <= 100", [str(number)])
 
 
 @pytest.fixture
 def pipeline(airflow: AirflowUnderTest, client: Client, databases: Databases, tmp_path: Path) -> PipelineUnderTest:
-    """A pipeline that nothing has been copied of, and Dags for it; scheduled runs take it, too."""
+    """Return a pipeline that has copied nothing, and Dags for it, which scheduled runs also use."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], stream=UNHURRIED)
     pipeline.source(
         "CREATE TABLE public.t (id int PRIMARY KEY, body text)",
@@ -85,22 +85,31 @@ def pipeline(airflow: AirflowUnderTest, client: Client, databases: Databases, tm
     airflow.add_dag("routine", source.replace("LIMIT", str(LIMIT)))
     for dag_id in ("routine_waits", "routine_reports", "routine_limited", INCREMENTAL, VERIFY, DROP):
         client.await_dag(dag_id)
-    # Of last night, before there was a pipeline; there is never more than one.
+    # From last night, before the pipeline existed; there is never more than one.
     for run in client.runs(VERIFY):
         client.mark_run(VERIFY, run, "failed")
     return pipeline
 
 
 class Runs:
-    """The bounded runs of a pipeline, those that are triggered and those that the schedule begins meanwhile."""
+    """The bounded runs of a pipeline, triggered ones and those that the schedule starts meanwhile."""
 
     def __init__(self, airflow: AirflowUnderTest, pipeline: PipelineUnderTest) -> None:
         self._airflow, self._client, self._pipeline = airflow, airflow.client, pipeline
 
-    def finish(self) -> list[dict[str, Any]]:
-        """Wait until all have succeeded; what their streams have done, which their assets tell, too."""
+    def first(self) -> str:
+        """Start the schedule, and return its run, once it has succeeded."""
+        self._client.pause(INCREMENTAL, False)
+        assert await_condition(lambda: bool(self._states()), SECONDS, POLL)
+        (run,) = self._states()
+        assert run.startswith("scheduled__")
+        self._airflow.succeed(INCREMENTAL, run)
+        return run
+
+    def finish(self) -> dict[str, dict[str, Any]]:
+        """Wait until all have succeeded; return the results of their streams, and check that their assets agree."""
         self._end()
-        results = []
+        results = {}
         events = self._events()
         for run in self._states():
             self._airflow.succeed(INCREMENTAL, run)
@@ -110,14 +119,14 @@ class Runs:
             extra = {"pipeline": self._pipeline.name, "applied_lsn": result["applied_lsn"]}
             told = [extra | {"changes": changes} for changes in result["tables"].values()]
             assert events.get(run, []) == told
-            assert await_condition(lambda told=told: all(each in self._reported() for each in told), SECONDS, 0.5)
-            results.append(result)
+            assert await_condition(lambda told=told: all(each in self._reported() for each in told), SECONDS, POLL)
+            results[run] = result
         return results
 
     def _end(self) -> None:
-        """Pause the schedule when no run is under way: what it has just begun would stand still."""
+        """Pause the schedule while no run is active, because a run that it has just started would be stuck."""
         while True:
-            assert await_condition(self._over, SECONDS, 0.5), self._states()
+            assert await_condition(self._over, SECONDS, POLL), self._states()
             self._client.pause(INCREMENTAL)
             if self._over():
                 return
@@ -131,7 +140,7 @@ class Runs:
         return bool(states) and set(states.values()) <= {"success", "failed"}
 
     def _events(self) -> dict[str, list[dict[str, Any]]]:
-        """What the events of the table say, by the runs that left them."""
+        """Return the contents of the table's events, by the runs that left them."""
         found: dict[str, list[dict[str, Any]]] = {}
         for event in self._asset_events():
             if event["name"] == f"{self._pipeline.name}/public.t":
@@ -139,7 +148,7 @@ class Runs:
         return found
 
     def _asset_events(self) -> list[dict[str, Any]]:
-        """All events; Airflow 3.3 answers with an error as long as a run is queued that one of them has made."""
+        """Return all events; Airflow 3.3 answers with an error while a run is queued that one of them has created."""
         found: list[dict[str, Any]] = []
 
         def answered() -> bool:
@@ -151,11 +160,11 @@ class Runs:
                 return False
             return True
 
-        assert await_condition(answered, SECONDS, 0.5)
+        assert await_condition(answered, SECONDS, POLL)
         return found
 
     def _reported(self) -> list[dict[str, Any]]:
-        """What the Dag that is scheduled by the table's asset has been told in its runs."""
+        """Return what the Dag that is scheduled by the table's asset has received in its runs."""
         over = [run for run, state in self._client.runs("routine_reports").items() if state == "success"]
         return [each for run in over for each in self._client.xcom("routine_reports", run, "report")]
 
@@ -164,7 +173,7 @@ def test_a_pipeline_day_by_day(airflow: AirflowUnderTest, client: Client, pipeli
     conf = {"pipeline": str(pipeline.file)}
     bounded = Runs(airflow, pipeline)
 
-    # Sensors wait in the triggerer, each for what it is made for.
+    # Sensors wait in the triggerer, each for its own condition.
     pipeline.source("SELECT pg_logical_emit_message(false, 'test', repeat('x', 16 << 20))")
     waits = client.trigger("routine_waits")
     for name in ("copied", "consistent", "close"):
@@ -173,25 +182,14 @@ def test_a_pipeline_day_by_day(airflow: AirflowUnderTest, client: Client, pipeli
     airflow.await_state("routine_waits", waits, "copied", "success")
     assert client.states("routine_waits", waits) == {"copied": "success", "consistent": "deferred", "close": "deferred"}
 
-    # The schedule begins with a run, which drains what there is and ends.
-    pipeline.source("UPDATE public.t SET body = 'changed' WHERE id <= 10")
-    client.pause(INCREMENTAL, False)
-    first = bounded.finish()
-    assert all(run.startswith("scheduled__") for run in client.runs(INCREMENTAL))
-    assert [result["tables"] for result in first if result["tables"]] == [{"public.t": 10}]
-    pipeline.assert_equal()
-    airflow.succeed("routine_waits", waits)
-    for name in ("copied", "consistent", "close"):
-        ended = client.task("routine_waits", waits, name)
-        # Whoever runs a task on a worker enters its process and host.
-        assert (ended["pid"], ended["hostname"], ended["try_number"]) == (None, "", 1), ended
-
-    # Beside a stream that lives: a comparison that finds nothing, and one that finds what is damaged.
+    # While a stream is running: a comparison that finds nothing, and one that finds the damage.
     limited = client.trigger("routine_limited")
     writer = Writer(pipeline.databases.source)
     writer.start()
     marker = pipeline.marker()
-    assert await_condition(lambda: pipeline.record.applied > marker, SECONDS), client.states("routine_limited", limited)
+    assert await_condition(lambda: pipeline.record.applied > marker, SECONDS, POLL), client.states(
+        "routine_limited", limited
+    )
     equal = client.trigger(VERIFY, conf)
     airflow.succeed(VERIFY, equal)
     assert client.xcom(VERIFY, equal, "verify")["equal"] is True
@@ -203,9 +201,18 @@ def test_a_pipeline_day_by_day(airflow: AirflowUnderTest, client: Client, pipeli
     for words in ("different id=150", "missing id=151", "trigger the Dag cdc_resnapshot with Tables: public.t;"):
         assert words in told, told
 
-    # When the stream's time is up its job ends; of a transaction all has been applied, or nothing.
+    # The stream has brought about what the sensors waited for.
+    airflow.succeed("routine_waits", waits)
+    for name in ("copied", "consistent", "close"):
+        ended = client.task("routine_waits", waits, name)
+        # Running a task on a worker records its process and host.
+        assert (ended["pid"], ended["hostname"], ended["try_number"]) == (None, "", 1), ended
+
+    # When the stream's time is up its job ends; each transaction is applied completely or not at all.
     assert client.wait("routine_limited", limited) == "failed"
-    assert "The task's time was up, and its Spark job was stopped." in client.failures("routine_limited", limited)
+    assert "The task exceeded its execution_timeout, and its Spark job was stopped." in client.failures(
+        "routine_limited", limited
+    )
     writer.stop()
     job = read_all(State(pipeline.pipeline.state))[-1]
     assert job.keeper is not None
@@ -214,15 +221,21 @@ def test_a_pipeline_day_by_day(airflow: AirflowUnderTest, client: Client, pipeli
     ((number,),) = pipeline.target_rows("SELECT DISTINCT body FROM public.t WHERE id <= 100")
     assert int(number) > 0
 
-    # The next run goes on from there.
+    # The schedule starts with a run, which continues from there, drains the log and ends; so does a triggered one. They
+    # follow each other closely, because the schedule adds a run every five minutes.
     pipeline.source("UPDATE public.t SET body = 'healed' WHERE id IN (150, 151)")
+    scheduled = bounded.first()
+    pipeline.assert_equal()
+    pipeline.source("UPDATE public.t SET body = 'changed' WHERE id <= 10")
     triggered = client.trigger(INCREMENTAL, conf)
-    second = bounded.finish()
+    results = bounded.finish()
     assert client.run_state(INCREMENTAL, triggered) == "success"
-    assert format_lsn(pipeline.record.applied) in [result["applied_lsn"] for result in second]
+    assert results.pop(scheduled)["tables"]["public.t"] >= 2
+    assert [result["tables"] for result in results.values() if result["tables"]] == [{"public.t": 10}]
+    assert format_lsn(pipeline.record.applied) in [result["applied_lsn"] for result in results.values()]
     pipeline.assert_equal()
 
-    # Whoever approves the end gets it; the copy stays.
+    # An approval removes the pipeline; the copy stays.
     ended = client.trigger(DROP, conf)
     question = airflow.answer(DROP, ended, "Approve")
     assert question["subject"] == f"Remove pipeline {pipeline.name}?"

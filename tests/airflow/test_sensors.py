@@ -1,4 +1,4 @@
-"""Sensors, asset watcher and slot guard in a real Airflow: what waits does not use a worker."""
+"""Sensors, asset watcher and slot guard in a real Airflow: waiting uses no worker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from tests.airflow.client import Client
-from tests.airflow.server import SECONDS, AirflowUnderTest
+from tests.airflow.server import POLL, SECONDS, AirflowUnderTest
 from tests.conftest import Databases
 from tests.support.watching import make_slot, move_slot
 
@@ -75,7 +75,7 @@ with DAG("watched", schedule=[Asset("applied", watchers=[AssetWatcher(name="slot
 
 @pytest.fixture
 def slot(client: Client, databases: Databases) -> Iterator[str]:
-    """A slot, and a connection of Airflow to its server."""
+    """Create a slot, and a connection of Airflow to its server."""
     make_slot(databases.source, "watched")
     body = {"connection_id": CONNECTION, "conn_type": "postgres", **address(databases.source)}
     client.call("POST", "/connections", json=body)
@@ -84,7 +84,7 @@ def slot(client: Client, databases: Databases) -> Iterator[str]:
 
 
 def address(dsn: str) -> dict[str, object]:
-    """A DSN as fields of a connection."""
+    """Return a DSN as fields of a connection."""
     info = psycopg.conninfo.conninfo_to_dict(dsn)
     return {"host": info["host"], "port": int(str(info["port"])), "login": info["user"], "schema": info["dbname"]}
 
@@ -116,19 +116,19 @@ def test_sensors_wait_without_a_worker(
     started = client.task("watching", run, "moved")
     assert started["state"] == "deferred"
 
-    # Until the sensor has noted where the slot was, a move would go unseen.
+    # Before the sensor has recorded the slot's position, a move would go unnoticed.
     noted = f"/dags/watching/dagRuns/{run}/taskInstances/moved/xcomEntries/slot_at_first_look"
-    assert await_condition(lambda: client.request("GET", noted).status_code == 200, SECONDS, 0.5)
+    assert await_condition(lambda: client.request("GET", noted).status_code == 200, SECONDS, POLL)
     move_slot(databases.source, slot)
 
     airflow.await_state("watching", run, "moved", "success")
     for name in ("moved", "templated"):
         ended = client.task("watching", run, name)
-        # Whoever runs a task on a worker enters its process and host.
+        # Running a task on a worker records its process and host.
         assert (ended["pid"], ended["hostname"], ended["try_number"]) == (None, "", 1), ended
     assert client.task("watching", run, "gone")["pid"] is not None
 
-    assert await_condition(lambda: "success" in client.runs("watched").values(), SECONDS, 0.5)
+    assert await_condition(lambda: "success" in client.runs("watched").values(), SECONDS, POLL)
     run = next(run for run, state in client.runs("watched").items() if state == "success")
     payload = client.xcom("watched", run, "payload")
     assert payload["slot"] == slot

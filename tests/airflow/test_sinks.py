@@ -16,13 +16,13 @@ from tests.airflow.client import Client
 from tests.airflow.server import AirflowUnderTest
 from tests.conftest import Databases
 from tests.support.airflow_connections import connect
-from tests.support.delta_spark import delta_jars
 from tests.support.pipelines import SPARK_CONF, UNHURRIED, PipelineUnderTest
+from tests.support.spark_jars import DELTA, require_jars
 
 pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.timeout(1800)]
 
 
-PATIENCE = 600.0  # seconds: five sinks, of which one is filled by a Spark that has to warm up
+PATIENCE = 600.0  # seconds: five sinks, one of which uses a Spark that has to warm up
 
 
 COPY, SENSE, MAINTAIN, DROP = "cdc_sinks", "sinks_sense", "sinks_maintain", "cdc_drop"
@@ -55,23 +55,23 @@ def pipeline(
     server_directory: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[PipelineUnderTest]:
-    """A pipeline into the stores that the demo would start, whose addresses Airflow alone has, as connections."""
+    """Return a pipeline into the demo's stores, whose addresses only Airflow's connections contain."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], snapshot={"chunk_rows": 400}, stream=UNHURRIED)
     pipeline.source(
         "CREATE TABLE public.t (id int PRIMARY KEY, name text, price numeric(10,2), at timestamptz, big text)",
         "INSERT INTO public.t SELECT n, 'name ' || n, n / 7.0, now(),"
         " CASE WHEN n % 9 = 0 THEN repeat(md5(n::text), 200) END FROM generate_series(1, 1000) n",
     )
-    jars = {"spark.jars.packages": "", "spark.jars": delta_jars()}
+    require_jars(DELTA)
     with ExitStack() as ended:
         sinks = []
         for kind, start in WAREHOUSES.items():
             warehouse = start(ended, server_directory / f"{tmp_path.name}-{kind}")
             sinks.append(yaml.safe_load(warehouse.section))
             for name, uri in warehouse.connections.items():
-                monkeypatch.setenv(f"AIRFLOW_CONN_{name.upper()}", uri)  # for us; Airflow runs already, and has its own
+                monkeypatch.setenv(f"AIRFLOW_CONN_{name.upper()}", uri)  # for this process; Airflow has its own
                 connect(client, ended, name, uri)
-        pipeline.change(sink=sinks, spark={"conf": {**SPARK_CONF, **jars}})
+        pipeline.change(sink=sinks, spark={"conf": {**SPARK_CONF, "spark.jars.packages": ""}})
         shown = airflow.pipelines / "sinks.yaml"
         shown.symlink_to(pipeline.file)
         ended.callback(shown.unlink)

@@ -1,4 +1,4 @@
-"""A pipeline over topics in a real Airflow: the same Dags, connections, page and sensors as any other's."""
+"""A pipeline over topics in a real Airflow, with the same Dags, connections, page and sensors as any other."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def pipeline(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[TopicsPipeline]:
-    """Windows of clicks, of a cluster whose address Airflow alone has, as a connection."""
+    """Return a pipeline of windows of clicks, whose cluster's address only a connection of Airflow contains."""
     pipeline = TopicsPipeline(tmp_path, databases, kafka, CLICKS, **SUMS)
     name, uri = "clicks_kafka", f"kafka://{kafka.brokers}"
-    monkeypatch.setenv(f"AIRFLOW_CONN_{name.upper()}", uri)  # for us; Airflow runs already, and has its own
+    monkeypatch.setenv(f"AIRFLOW_CONN_{name.upper()}", uri)  # for this process; Airflow has its own variables
     del pipeline.document["source"]["brokers"]
     pipeline.change(source={"conn_id": name}, stream=UNHURRIED)
     with ExitStack() as ended:

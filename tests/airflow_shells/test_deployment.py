@@ -1,4 +1,4 @@
-"""What is submitted for each master and deploy mode, and what Kubernetes makes of it."""
+"""Submissions for each master and deploy mode, and their effect in Kubernetes."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ CLUSTER = {"deploy-mode": "cluster"}
 
 
 class Submitted:
-    """What a hook gives to the keeper.
+    """A submission that a hook passes to the keeper.
 
-    :param host: of the Spark connection.
-    :param python: what the user has named for Spark.
+    :param host: host of the Spark connection.
+    :param python: the Python that the user has named for Spark.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Submitted:
         self.environment = self.assignment.environment
 
     def option(self, name: str) -> str:
-        """The first value of an option."""
+        """Return the first value of an option."""
         return self.command[self.command.index(name) + 1]
 
     @property
@@ -214,14 +214,14 @@ def test_kubernetes_is_given_a_driver_that_knows_its_job_and_no_password(
     shown = json.dumps(given)
     assert "n0tTelling" not in shown
     assert "HARMLESS" not in shown
-    assert "spark.hadoop.fs.s3a.secret.key=n0tShown" in shown  # in a ConfigMap, as of all who submit to Kubernetes
+    assert "spark.hadoop.fs.s3a.secret.key=n0tShown" in shown  # in a ConfigMap, as with every submission to Kubernetes
 
 
 @pytest.mark.parametrize(
     ("host", "mode", "conf", "message"),
     [
-        ("local[2]", "cluster", {}, r"asks for deploy-mode cluster on local\[2\]"),
-        ("yarn", "batch", {}, "asks for deploy-mode 'batch'"),
+        ("local[2]", "cluster", {}, r"has deploy-mode cluster on local\[2\]"),
+        ("yarn", "batch", {}, "has deploy-mode 'batch'"),
         ("spark://m:7077", "cluster", {"spark.authenticate.secret": "x"}, "spark.authenticate.secret as well"),
     ],
 )
@@ -238,7 +238,7 @@ def test_kubernetes_needs_its_provider(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("AIRFLOW_CONN_WAREHOUSE_PG", "postgresql://cdc@dw/dw")
     monkeypatch.delattr(spark_submit, "kube_client", raising=False)
 
-    with pytest.raises(SparkUnusable, match="only beside the provider for Kubernetes"):
+    with pytest.raises(SparkUnusable, match="only if the provider for Kubernetes is installed"):
         SparkJobHook("spark", loaded=load_pipeline(write_pipeline(tmp_path)), name="stream", conf={})
 
 

@@ -1,4 +1,4 @@
-"""The task group and the factory: Dags made from a pipeline file."""
+"""The task group and the factory: Dags built from a pipeline file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ snapshot: {chunk_rows: "${CHUNK_ROWS}"}
 
 
 def bag_of(directory: Path, pipeline: str = PIPELINE, arguments: str = "") -> DagBag:
-    """What Airflow makes of a folder with a pipeline file and the three lines."""
+    """Return the Dags of a folder with a pipeline file and the three lines."""
     file = directory / "shop.yaml"
     file.write_text(pipeline)
     lines = ("from airflow_cdc_provider import cdc_dag", "", f"dag = cdc_dag({str(file)!r}{arguments})", "")
@@ -49,7 +49,7 @@ def test_three_lines_make_a_dag(tmp_path: Path) -> None:
     assert (dag.max_active_runs, dag.catchup, dag.fileloc) == (1, False, str(tmp_path / "shop.py"))
     assert [task.task_id for task in dag.tasks] == ["preflight", "provision", "plan", "snapshot", "stream"]
     assert {task.task_id: sorted(task.downstream_task_ids) for task in dag.tasks}["plan"] == ["snapshot"]
-    assert dag.task_group.get_task_group_dict().keys() == {None}  # which Airflow would show collapsed
+    assert dag.task_group.get_task_group_dict().keys() == {None}  # Airflow would show them collapsed
     dag.params.validate()
     DagSerialization.from_dict(DagSerialization.to_dict(dag))
 
@@ -104,7 +104,7 @@ def test_an_end_that_is_none_is_an_import_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pipeline", "message", "solution"),
     [
-        ("pipeline: [", "is not YAML at line 1", "Mend the file"),
+        ("pipeline: [", "is not YAML at line 1", "Correct the file"),
         (PIPELINE.replace("mode: changelog", "mode: mirrored"), "sink.mode: 'mirrored' is not valid", "Give one of"),
         (PIPELINE.replace("conn_id: dw_pg, ", ""), "sink.dsn is missing", "Add the key `sink.dsn`, or `sink.conn_id`."),
         (PIPELINE.replace("pipeline: shop", 'pipeline: "${SITE}"'), "variable SITE, which is not set", "Set SITE"),

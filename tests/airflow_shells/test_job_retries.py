@@ -1,6 +1,6 @@
-"""Failures of a task's Spark jobs count since the last commit, however many tries Airflow has left.
+"""Failures of a task's Spark jobs count since the last commit, regardless of Airflow's remaining tries.
 
-The jobs are entries in the state, as their processes would leave them; those are tested in ``test_spark_jobs.py``.
+The jobs are entries in the state, as their processes would leave them; ``test_spark_jobs.py`` tests the processes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RETRIES = 2
 class Airflow:
     """A task instance with its tries, and jobs that fail by a script.
 
-    :param script: for each job whether it commits before it fails: ``c`` or ``-``; ``!`` fails of a closed gate.
+    :param script: for each job whether it commits before it fails: ``c`` or ``-``; ``!`` means a closed gate.
     """
 
     def __init__(self, pipeline: Path, state: State, script: str, retries: int = RETRIES, **arguments: Any) -> None:
@@ -50,7 +50,7 @@ class Airflow:
         self.deadlines: list[float | None] = []
 
     def start(self, hook: SparkJobHook, job: Submission) -> None:
-        """Stand for a job from its beginning to its end."""
+        """Simulate a job from its start to its end."""
         self.begun += 1
         kind = self.script.pop(0)
         write(self.state, job)
@@ -68,7 +68,7 @@ class Airflow:
         }
 
     def run(self) -> AirflowException:
-        """Run the task to the end of its last try, and return of what it failed."""
+        """Run the task to the end of its last try, and return the error with which it failed."""
         while True:
             try:
                 self._run_try()
@@ -101,7 +101,7 @@ async def _first(trigger: Any) -> Any:
 
 @pytest.fixture
 def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes the task of a pipeline whose servers nobody asks."""
+    """Return the task of a pipeline whose servers are never contacted."""
     file = tmp_path / "pipeline.yaml"
     file.write_text(
         f"{{pipeline: p, source: {{dsn: 'postgresql://u@h/s', tables: [public.t]}},"
@@ -135,7 +135,7 @@ def test_failures_count_since_the_last_commit(task: Any, script: str, begun: int
 
 
 def test_tries_of_airflow_are_used_first(task: Any) -> None:
-    """They are what its users see."""
+    """These are the tries that its users see."""
     airflow = task("cc" + "c" * 5 + "--")
     airflow.run()
     assert airflow.try_number == RETRIES + 1

@@ -1,4 +1,4 @@
-"""The keeper, the process that stays with a Spark job: how a job is stopped, and what is told of its end."""
+"""The keeper, the process that stays with a Spark job: how it stops a job, and how it reports the end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.state import submission
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.heartbeat import read_heartbeats, write_heartbeat
-from airflow_cdc_provider.engine.state.job_watch import Lookout
+from airflow_cdc_provider.engine.state.job_watch import JobWatch
 from airflow_cdc_provider.engine.state.submission import Asker, Status, Submission, ask_to_stop, askers, read, stop
 from airflow_cdc_provider.hooks import keeper
 from airflow_cdc_provider.hooks.keeper import Assignment, start_keeper
@@ -32,14 +32,14 @@ __all__ = ["state"]
 
 SECONDS = 60.0
 
-# The driver and a child in a group of its own; both want to stay.
+# The driver and a child in another process group; both refuse to end.
 STUBBORN = "trap '' TERM; setsid sh -c 'trap \"\" TERM; sleep 600' & sleep 600"
 POLITE = "trap 'echo ended in peace; exit 0' TERM; echo begun; while :; do sleep 0.1; done"
 
 
 @pytest.fixture
 def keep(state: State, tmp_path: Path) -> Iterator[Callable[[str], Kept]]:
-    """Starts a job with a keeper, and kills what a failed test leaves of it."""
+    """Return a function that starts a job with a keeper, and kill what a failed test leaves running."""
     kept: list[Kept] = []
 
     def start(script: str) -> Kept:
@@ -106,7 +106,7 @@ def test_nobody_else_reads_the_output_of_a_job(tmp_path: Path, monkeypatch: pyte
     try:
         log = tmp_path / "job.log"
         output = keeper.Output(log, [])
-        for _ in range(10):  # over the size at which it begins another file
+        for _ in range(10):  # larger than the size at which it starts another file
             output._keep("a line of a job" * 5)
         output.finish()
     finally:
@@ -127,6 +127,7 @@ def test_a_keeper_tells_how_a_job_ended_that_left_no_word(keep: Callable[[str], 
     assert not (tmp_path / "work").exists()
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize(("script", "peaceful"), [(STUBBORN, False), (POLITE, True)])
 def test_a_job_is_stopped_within_the_time_that_users_are_promised(
     state: State, keep: Callable[[str], Kept], script: str, peaceful: bool
@@ -164,7 +165,7 @@ def test_a_job_ends_with_its_keeper(state: State, keep: Callable[[str], Kept]) -
     assert await_condition(lambda: not kept.family(), SECONDS), kept.family()
     assert not Path(kept.assignment.directory).exists()
 
-    lost = Lookout(state, kept.job.id).look().submission
+    lost = JobWatch(state, kept.job.id).look().submission
     assert lost.error is not None
     assert f"its keeper, {job.keeper}, was killed" in lost.error["message"]
 
@@ -270,7 +271,7 @@ def test_the_output_of_a_job_is_bounded(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_line_without_an_end_is_kept_in_pieces_and_tells_no_secret(tmp_path: Path) -> None:
     secret = "n0tTelling"
-    # At every place of a piece there is one that goes over its end.
+    # At every position within a piece, some character crosses the end.
     text = "".join(f"{'x' * (keeper.LINE_CHARACTERS - 9 + n)}{secret}" for n in range(20))
     output = keeper.Output(tmp_path / "job.log", [secret])
     output.begin(io.StringIO(text + "\nlast\n" + secret[:4]))

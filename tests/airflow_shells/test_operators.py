@@ -1,4 +1,4 @@
-"""The operators: what they make of the engine's answers and of Spark jobs."""
+"""The operators: their handling of the engine's results and of Spark jobs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Commands = Callable[..., Any]
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
-    """Puts functions in the place of the engine's commands during the test."""
+    """Replace the engine's commands with functions during the test."""
 
     def install(**functions: Callable[..., Any]) -> None:
         for name, function in functions.items():
@@ -55,7 +55,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
 
 @pytest.fixture
 def pipeline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """The path of a pipeline file whose connections Airflow knows."""
+    """Return the path of a pipeline file whose connections Airflow knows."""
     monkeypatch.setenv("AIRFLOW_CONN_SHOP_PG", "postgresql://cdc@db/shop")
     monkeypatch.setenv("AIRFLOW_CONN_WAREHOUSE_PG", "postgresql://cdc:hidden@dw/dw")
     monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", connection_json(conn_type="spark", host="local[1]"))
@@ -63,7 +63,7 @@ def pipeline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
 
 
 def fail_with(error: Exception) -> Callable[..., Any]:
-    """A command that fails."""
+    """Return a command that fails."""
 
     def command(*args: object, **kwargs: object) -> None:
         raise error
@@ -76,7 +76,7 @@ def preflight_finds(monkeypatch: pytest.MonkeyPatch, *found: Finding) -> None:
 
 
 def logged(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The messages that an operator has logged, as they stand on the console."""
+    """Return the messages that an operator has logged, as they appear on the console."""
     return re.findall(r" \[(?:info|warning|error) *\] (.*?) *\[airflow\S+\] loc=pipeline.py", capsys.readouterr().out)
 
 
@@ -107,7 +107,7 @@ def test_preflight_shows_all_failures_with_one_traceback_and_leaves_them_to_the_
         Finding("wal_level", False, "wal_level is replica.", level),
     )
 
-    with pytest.raises(AirflowFailException) as caught:  # as one of them needs a person
+    with pytest.raises(AirflowFailException) as caught:  # because one of them needs a person
         CdcPreflightOperator(task_id="t", pipeline=pipeline).execute({})
 
     shown = "".join(traceback.format_exception(caught.value))
@@ -138,7 +138,7 @@ def test_what_a_task_fails_of_stands_in_the_state(commands: Commands, pipeline: 
     left = last_error(state)
     assert told == [("verify", "ServerNotReady"), ("provision", "GateClosed")]
     assert left is not None
-    assert left["message"] == "the slot is gone"  # not that of a comparison, which no run depends on
+    assert left["message"] == "the slot is gone"  # not that of a comparison, on which no run depends
 
 
 def test_what_another_run_is_in_the_way_of_does_not_touch_its_state(commands: Commands, pipeline: str) -> None:
@@ -226,7 +226,7 @@ def test_verify_names_tables_and_keys_that_differ(commands: Commands, pipeline: 
 
     assert "public.orders: 20 rows in the source, 9 in the sink: missing id=0, missing id=1," in str(caught.value)
     assert "missing id=9, and 2 more\n" in str(caught.value)
-    assert "No stream is running, and 2.0 KiB of WAL are not applied yet: let one catch up" in str(caught.value)
+    assert "No stream is running, and 2.0 KiB of WAL are not applied yet: let a stream catch up" in str(caught.value)
     assert "trigger the Dag cdc_resnapshot with Tables: public.orders;" in str(caught.value)
     assert "`airflow-cdc resnapshot --table public.orders`" in str(caught.value)
     assert "customers" not in str(caught.value)
@@ -270,7 +270,7 @@ def test_sizes_are_readable() -> None:
     ("connection", "message"),
     [
         ({}, "'spark', named by spark_conn_id, does not exist"),
-        ({"conn_type": "spark", "host": "yarn", "extra": {"spark-binary": "sh"}}, "names 'sh' as its spark-binary"),
+        ({"conn_type": "spark", "host": "yarn", "extra": {"spark-binary": "sh"}}, "has the spark-binary 'sh'"),
     ],
 )
 def test_a_wrong_spark_connection_is_an_error_before_anything_is_begun(
@@ -325,7 +325,7 @@ def test_spark_submit_is_that_of_the_installed_pyspark_when_path_lacks_it(monkey
     assert (home / "jars").is_dir()
     with pytest.raises(SparkUnusable, match="spark3-submit is not on PATH"):
         spark_job.find_spark_submit("spark3-submit")
-    with pytest.raises(SparkUnusable, match="names '/bin/sh' as its spark-binary"):
+    with pytest.raises(SparkUnusable, match="has the spark-binary '/bin/sh'"):
         spark_job.find_spark_submit("/bin/sh")
 
 

@@ -1,4 +1,4 @@
-"""The page CDC without a browser: what it tells of pipelines, to whom, and how much it reads for that."""
+"""The page CDC without a browser: what it shows of pipelines, to whom, and how much it reads for that."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fastapi.testclient import TestClient
 from airflow_cdc_provider import __version__
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres.slots import SlotState
-from airflow_cdc_provider.engine.runs.record_copy import write_ledger
+from airflow_cdc_provider.engine.runs.record_copy import write_record_copy
 from airflow_cdc_provider.engine.runs.run_errors import request_stop
 from airflow_cdc_provider.engine.state import submission
 from airflow_cdc_provider.engine.state.files import State
@@ -36,8 +36,8 @@ from airflow_cdc_provider.plugins.api import STATIC, Pipelines, make_app
 from airflow_cdc_provider.plugins.ledgers import CELLS, Ledger, TableChunks
 from airflow_cdc_provider.plugins.overview import condition, describe, summarize, wants_poll
 from airflow_cdc_provider.plugins.pipeline_files import find_pipelines, read_pipeline
-from airflow_cdc_provider.plugins.reports import Report, Reports, read_report
-from airflow_cdc_provider.plugins.slot_polls import Poll, SlotPolls
+from airflow_cdc_provider.plugins.reports import PipelineReport, Reports, read_report
+from airflow_cdc_provider.plugins.slot_polls import SlotAnswer, SlotPolls
 from airflow_cdc_provider.plugins.spark_ui import SparkJob, address_of, explain, page
 from tests.conftest import Databases
 from tests.support.patience import SECONDS
@@ -53,7 +53,7 @@ ERROR = {"kind": "StreamFailed", "message": "it broke", "solution": "mend it", "
 
 
 def write_file(folder: Path, name: str, **sections: Any) -> Path:
-    """A pipeline file whose servers only workers know."""
+    """Write a pipeline file whose servers only workers know."""
     document = {
         "pipeline": name,
         "source": {"dsn": "postgresql://cdc:${SECRET_OF_WORKERS}@db/shop", "tables": ["public.*"]},
@@ -113,9 +113,9 @@ def test_files_are_found_in_a_folder_or_by_a_glob_and_wrong_ones_say_why(tmp_pat
 
     assert files.keys() == {"shop", "zz_twin", "broken"}
     assert files["shop"].pipeline is not None
-    assert "and so is" in files["zz_twin"].error.message  # type: ignore[union-attr]
+    assert "have the same pipeline name" in files["zz_twin"].error.message  # type: ignore[union-attr]
     assert "source.tables" in files["broken"].error.message  # type: ignore[union-attr]
-    assert "hunter2" not in str(summarize(files["broken"], Report(), None, 0.0))
+    assert "hunter2" not in str(summarize(files["broken"], PipelineReport(), None, 0.0))
     assert [file.name for file in find_pipelines(f"{tmp_path}/sh*.yaml")] == ["shop"]
     assert find_pipelines(f"{tmp_path}/nowhere") == []
 
@@ -123,24 +123,24 @@ def test_files_are_found_in_a_folder_or_by_a_glob_and_wrong_ones_say_why(tmp_pat
     assert "store" in {file.name for file in find_pipelines(str(tmp_path))}
 
 
-# -- what is told ------------------------------------------------------------------------------------
+# -- contents ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("report", "expected"),
     [
-        (Report(), "new"),
-        (Report((beat(),)), "streaming"),
-        (Report((beat("snapshot-0"), beat("stream", GONE))), "snapshotting"),
-        (Report((beat(restart={"error": ERROR}),)), "restarting"),
-        (Report((beat(ended=True),)), "stopped"),
-        (Report((beat(ended=True),), error=ERROR), "needs attention"),
-        (Report(error=ERROR), "needs attention"),
-        (Report((beat(ended=True),), error=ERROR, starting=True), "starting"),
-        (Report((beat(),), error=ERROR), "streaming"),
+        (PipelineReport(), "new"),
+        (PipelineReport((beat(),)), "streaming"),
+        (PipelineReport((beat("snapshot-0"), beat("stream", GONE))), "snapshotting"),
+        (PipelineReport((beat(restart={"error": ERROR}),)), "restarting"),
+        (PipelineReport((beat(ended=True),)), "stopped"),
+        (PipelineReport((beat(ended=True),), error=ERROR), "needs attention"),
+        (PipelineReport(error=ERROR), "needs attention"),
+        (PipelineReport((beat(ended=True),), error=ERROR, starting=True), "starting"),
+        (PipelineReport((beat(),), error=ERROR), "streaming"),
     ],
 )
-def test_the_state_of_a_pipeline_in_a_word(report: Report, expected: str) -> None:
+def test_the_state_of_a_pipeline_in_a_word(report: PipelineReport, expected: str) -> None:
     assert condition(report) == expected
 
 
@@ -155,7 +155,7 @@ def test_a_job_that_begins_and_one_that_is_lost_are_told_from_the_state(tmp_path
     assert report.error["kind"] == "JobLost"
 
     submission.write(state, replace(Submission.new("shop", "stream", ["stream"]), keeper=THIS))
-    assert condition(read_report(pipeline)) == "starting"  # so that nobody resumes it
+    assert condition(read_report(pipeline)) == "starting"  # so that it is not resumed
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_a_pipeline_whose_slot_is_gone_needs_attention(
     file = read_pipeline(write_file(tmp_path, "shop", snapshot={"mode": mode}))
     state = None if slot is None else SlotState("pgoutput", "shop", False, None, 0x100, 0x180, slot["wal_status"], 0)
 
-    line = summarize(file, Report((beat(ended=True),)), Poll(time.time(), state), time.time())
+    line = summarize(file, PipelineReport((beat(ended=True),)), SlotAnswer(time.time(), state), time.time())
 
     assert line["state"] == ("needs attention" if said else "stopped")
     assert (line["error"] is not None) is (said is not None)
@@ -205,15 +205,15 @@ def test_an_odd_file_in_a_state_takes_down_no_other_pipeline(
 
     assert told["sound"]["state"] == "streaming"
     described = pipelines.describe(read_pipeline(tmp_path / "odd.yaml"))
-    if culprit is None:  # such a file counts as none
+    if culprit is None:  # such a file counts as missing
         assert told["odd"]["state"] in ("streaming", "new")
     else:
         assert (told["odd"]["state"], described["state"]) == ("unreadable", "unreadable")
-        assert f"states/odd/{culprit} is of a shape" in told["odd"]["error"]["message"]
+        assert f"states/odd/{culprit} has a structure" in told["odd"]["error"]["message"]
 
 
 class Anybody:
-    """Somebody who may see all pipelines."""
+    """A user who may see all pipelines."""
 
     def visible(self, name: str) -> bool:
         return True
@@ -230,7 +230,9 @@ def test_a_state_of_which_the_page_cannot_know_the_place_is_told(tmp_path: Path)
 
 def test_a_pipeline_as_a_line(tmp_path: Path) -> None:
     file = read_pipeline(write_file(tmp_path, "shop", stream={"max_retained_wal": "600 B"}))
-    report = Report((beat(applied_lsn="0/200", lag_bytes=0x100, lag_seconds=1.5, slot=SLOT, waiting="for a lock"),))
+    report = PipelineReport(
+        (beat(applied_lsn="0/200", lag_bytes=0x100, lag_seconds=1.5, slot=SLOT, waiting="for a lock"),)
+    )
 
     line = summarize(file, report, None, time.time())
 
@@ -259,7 +261,7 @@ def test_chunks_stand_in_a_bounded_grid_with_those_that_jobs_have_told_of(tmp_pa
         running_chunks=[["public.small", 3, 3]],
     )
 
-    told = describe(file, Report((job,), ledger=Ledger.of({"epoch": 1, "chunks": chunks})), None, time.time())
+    told = describe(file, PipelineReport((job,), ledger=Ledger.of({"epoch": 1, "chunks": chunks})), None, time.time())
 
     large, small = told["tables"]
     assert len(large["cells"]) <= CELLS
@@ -285,7 +287,7 @@ def test_a_ledger_is_divided_once_for_all_who_look(
     assert [finished() for _ in range(3)] == [0, 0, 0]
     assert divided == ["public.t"]
     write_heartbeat(state, beat("snapshot-0", finished_chunks=[["public.t", 0, 0]]))
-    assert finished() == 1  # as jobs tell
+    assert finished() == 1  # as jobs report it
     assert divided == ["public.t"]
     state.write("ledger.json", {"epoch": 2, "chunks": [chunk | {"finished": True}]})
     assert finished() == 1
@@ -319,7 +321,7 @@ def test_two_hundred_pipelines_take_a_few_reads_each_and_none_again_at_once(
     assert reads == {"jobs/stream.json": 200, "error.json": 200, "history/stream.json": 200}
 
 
-# -- what Spark shows --------------------------------------------------------------------------------
+# -- Spark's web interface -----------------------------------------------------------------------------
 
 BEGUN = replace(Submission.new("shop", "stream", ["stream"]), hosts=["driver"])
 ENDED = replace(BEGUN, ended_at=1.0)
@@ -330,11 +332,11 @@ HISTORY = "https://history/spark/"
 @pytest.mark.parametrize(
     ("job", "live", "later"),
     [
-        (SparkJob(BEGUN, None), "has not begun yet", "has not begun yet"),
-        (SparkJob(BEGUN, beat()), "has not begun yet", "has not begun yet"),
+        (SparkJob(BEGUN, None), "has not started yet", "has not started yet"),
+        (SparkJob(BEGUN, beat()), "has not started yet", "has not started yet"),
         (SparkJob(BEGUN, replace(beat(), application="app-1", ui=UI)), UI, UI),
-        (SparkJob(BEGUN, replace(beat(), application="app-1", ui="http://elsewhere:4040")), "Nobody", None),
-        (SparkJob(None, replace(beat(), application="app-1", ui=UI)), "says that its UI is at", None),
+        (SparkJob(BEGUN, replace(beat(), application="app-1", ui="http://elsewhere:4040")), "not confirmed", None),
+        (SparkJob(None, replace(beat(), application="app-1", ui=UI)), "reports that its UI is at", None),
         (SparkJob(None, replace(beat(), application="app-1")), "without a UI", f"{HISTORY}history/app-1/"),
         (SparkJob(None, replace(beat(), application="app-1", ui="javascript:alert(1)")), "without a UI", None),
         (
@@ -345,12 +347,12 @@ HISTORY = "https://history/spark/"
         (SparkJob(BEGUN, replace(beat(ended=True), application="app-1", ui=UI)), "app-1 has ended", None),
         (SparkJob(replace(ENDED, application="app-1"), None), "app-1 has ended", f"{HISTORY}history/app-1/"),
         (SparkJob(None, None, "app-1"), "app-1 has ended", f"{HISTORY}history/app-1/"),
-        (SparkJob(ENDED, None), "not known which", "not known which"),
-        (SparkJob(None, None), "not known which", "not known which"),
+        (SparkJob(ENDED, None), "is unknown", "is unknown"),
+        (SparkJob(None, None), "is unknown", "is unknown"),
     ],
 )
 def test_a_browser_is_sent_to_the_spark_of_a_job(job: SparkJob, live: str, later: str | None) -> None:
-    """Without a history server and with one."""
+    """This works without a history server and with one."""
     for server, expected in (("", live), ("ftp://history", live), (HISTORY, later or f"{HISTORY}history/app-1/")):
         told = address_of(job, server) or " ".join(explain(job))
         assert told == expected if "//" in expected else expected in told
@@ -365,7 +367,7 @@ def test_the_page_in_the_place_of_sparks_runs_nothing() -> None:
 
 @pytest.fixture
 def pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pipelines:
-    """The pipelines of a folder, as the API server sees them."""
+    """Return the pipelines of a folder, as the API server sees them."""
     monkeypatch.setenv("AIRFLOW__AIRFLOW_CDC__PIPELINES", str(tmp_path))
     return Pipelines()
 
@@ -396,7 +398,7 @@ def test_a_real_stream_is_shown_and_after_its_end_its_server_is_asked(
     assert told()["state"] == "new"
     pipeline.provision()
     pipeline.copy(0, 1, 2)
-    write_ledger(pipeline.pipeline, State(pipeline.pipeline.state), pipeline.record)
+    write_record_copy(pipeline.pipeline, State(pipeline.pipeline.state), pipeline.record)
     streaming = Streaming(pipeline)
     streaming.until(lambda: told()["state"] == "streaming" and told()["slot"] is not None, "the stream on the page")
     pipeline.source("INSERT INTO public.t VALUES (301)")
@@ -411,7 +413,7 @@ def test_a_real_stream_is_shown_and_after_its_end_its_server_is_asked(
     assert request_stop(State(pipeline.pipeline.state)) == ["stream"]
     streaming.join(SECONDS)
     assert told()["state"] == "stopped"
-    # What the job said of the slot is older than half a minute then.
+    # By then, the job's report about the slot is older than half a minute.
     later, report = time.time() + 60, read_report(pipeline.pipeline)
     assert wants_poll(report, later)
     polls = SlotPolls()

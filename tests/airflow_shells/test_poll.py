@@ -1,4 +1,4 @@
-"""The poll that watchers of a server share, with a reader that only says when it was asked."""
+"""The poll that watchers of a server share, with a reader that only records when it was called."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from contextlib import AbstractAsyncContextManager
 
 import pytest
 
-from airflow_cdc_provider.triggers.poll import Poll, Watch
+from airflow_cdc_provider.triggers.poll import Poll, Watcher
 from tests.support.watching import SECONDS
 
 
 class Clock:
-    """Says when it was asked."""
+    """Records when it was called."""
 
     def __init__(self) -> None:
         self.looks: list[float] = []
 
     def read(self) -> float:
-        """Look once."""
+        """Read once."""
         self.looks.append(time.monotonic())
         return self.looks[-1]
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Do nothing, because there is nothing to close."""
 
 
 @pytest.fixture
@@ -37,17 +37,17 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def join(clock: Clock) -> Callable[..., AbstractAsyncContextManager[Watch[float]]]:
-    """Join the clock's poll, whose next look is due after longer than any test takes."""
+def join(clock: Clock) -> Callable[..., AbstractAsyncContextManager[Watcher[float]]]:
+    """Join the clock's poll, whose next check is due later than any test takes."""
     return lambda interval=2 * SECONDS: Poll.watch("clock", lambda: clock, interval)
 
 
-Join = Callable[..., AbstractAsyncContextManager[Watch[float]]]
+Join = Callable[..., AbstractAsyncContextManager[Watcher[float]]]
 
 
 @pytest.mark.parametrize("turns", range(8))
 def test_a_poll_ends_with_its_last_watcher_also_just_after_another_joined(join: Join, turns: int) -> None:
-    """Whose joining and leaving are a few turns of the loop apart."""
+    """Its watchers join and leave a few turns of the loop apart."""
 
     async def wait() -> None:
         async with join() as watch:
@@ -55,7 +55,7 @@ def test_a_poll_ends_with_its_last_watcher_also_just_after_another_joined(join: 
             await watch.next()
 
     async def scenario() -> None:
-        # A poll that goes on keeps the loop for itself.
+        # A poll that continues keeps the loop to itself.
         signal.signal(signal.SIGALRM, lambda *_: sys.exit("the loop is frozen"))
         signal.alarm(10)
         waiting = [asyncio.create_task(wait())]

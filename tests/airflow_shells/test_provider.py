@@ -1,4 +1,4 @@
-"""What the provider tells Airflow about itself, its hook, and pipelines with Airflow's connections."""
+"""The provider's metadata for Airflow, and that Airflow finds it when installed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-import psycopg
 import pytest
 
 from tests.support.airflow_support import ROOT, connection_json, write_pipeline
@@ -28,15 +26,11 @@ from airflow.triggers.base import BaseTrigger
 
 import airflow_cdc_provider
 from airflow_cdc_provider import get_provider_info as provider_info_module
-from airflow_cdc_provider.engine.core.errors import ConfigError
-from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.get_provider_info import get_provider_info
-from airflow_cdc_provider.hooks.cdc import load_pipeline
 from airflow_cdc_provider.hooks.postgres_cdc import PostgresCdcHook
 from airflow_cdc_provider.operators.base import CdcOperator
 from airflow_cdc_provider.operators.stream import CdcStreamOperator
 from airflow_cdc_provider.sensors.base import CdcSensor
-from tests.conftest import Databases, ServerMaker
 
 pytestmark = pytest.mark.airflow
 
@@ -56,7 +50,7 @@ assert "extra__postgres_cdc__sslmode" in manager.connection_form_widgets, list(m
 
 
 def schema(name: str) -> Any:
-    """A JSON schema that Airflow ships."""
+    """Return a JSON schema that Airflow ships."""
     return json.loads((Path(airflow.__path__[0]) / name).read_text())
 
 
@@ -116,7 +110,7 @@ def test_every_module_imports_and_belongs_to_an_integration(key: str) -> None:
 
 
 def modules(*folders: str) -> list[str]:
-    """The modules in folders of the package."""
+    """Return the modules in folders of the package."""
     package = Path(airflow_cdc_provider.__file__).parent
     return [
         f"{package.name}.{folder}.{path.stem}"
@@ -127,7 +121,7 @@ def modules(*folders: str) -> list[str]:
 
 
 def classes(base: type, *folders: str) -> list[type]:
-    """The classes of a kind that are written in folders of the package."""
+    """Return the classes of a kind that folders of the package define."""
     found = {
         kind
         for module in modules(*folders)
@@ -173,7 +167,7 @@ def test_an_operator_takes_few_arguments_and_renders_those_it_names(kind: type[B
     }
     own -= {"mode", "poke_interval"}  # of every sensor, with other defaults
     if issubclass(kind, CdcSensor) and kind is not CdcSensor:
-        own -= {"arguments"}  # which a sensor fills with its own
+        own -= {"arguments"}  # a sensor sets it to its own
     inherited = {name for each in others for name in vars(each).get("template_fields", ())}
 
     assert len(own) <= 8, own
@@ -197,7 +191,7 @@ def test_templates_work_in_nested_fields() -> None:
     assert operator.conf == {"spark.app.name": "shop"}
 
 
-# Something for each parameter of a trigger, by its annotation.
+# A value for each parameter of a trigger, by its annotation.
 _SAMPLES = {"str": "text", "int": 7, "float": 1.5, "bool": True, "None": None}
 
 
@@ -206,7 +200,7 @@ def test_a_trigger_survives_its_serialisation(kind: type[BaseTrigger]) -> None:
     parameters = {
         name: p
         for name, p in inspect.signature(kind).parameters.items()
-        if p.kind is not p.VAR_KEYWORD and name not in ("conn_id", "slot")  # which go without a pipeline
+        if p.kind is not p.VAR_KEYWORD and name not in ("conn_id", "slot")  # these work without a pipeline
     }
     sample = {name: _SAMPLES.get(str(p.annotation).partition(" ")[0], p.default) for name, p in parameters.items()}
 
@@ -266,7 +260,7 @@ assert hook.package_name == "apache-airflow-providers-apache-kafka", hook
 
 
 def test_the_connection_type_of_kafka_is_that_of_its_provider_which_is_not_loaded(tmp_path: Path) -> None:
-    """A connection as the form of that provider saves it names the cluster; the extra ``kafka`` has the provider."""
+    """A connection saved in that provider's form names the cluster; the extra ``kafka`` installs the provider."""
     path = write_pipeline(
         tmp_path,
         "pipeline: shop\n"
@@ -288,171 +282,3 @@ def test_the_connection_type_of_kafka_is_that_of_its_provider_which_is_not_loade
     )
 
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("connection", "uri"),
-    [
-        ("postgresql://cdc:pw@db:5433/shop", "postgresql://cdc:pw@db:5433/shop"),
-        ("postgres-cdc://cdc@db/shop?sslmode=require", "postgresql://cdc@db/shop?sslmode=require"),
-        (
-            connection_json(conn_type="postgres", login="a@b", password="p:w/?#%", host="db", schema="we ird"),
-            "postgresql://a%40b:p%3Aw%2F%3F%23%25@db/we%20ird",
-        ),
-        (
-            connection_json(
-                conn_type="postgres_cdc",
-                host="db",
-                schema="shop",
-                extra={"sslmode": None, "connect_timeout": 5, "cursor": "dictcursor", "iam": True, "dbname": "x"},
-            ),
-            "postgresql://db/shop?connect_timeout=5",
-        ),
-        (
-            connection_json(conn_type="postgres", host="/var/run/postgresql", schema="shop"),
-            "postgresql:///shop?host=%2Fvar%2Frun%2Fpostgresql",
-        ),
-    ],
-)
-def test_the_uri_is_one_for_libpq(monkeypatch: pytest.MonkeyPatch, connection: str, uri: str) -> None:
-    monkeypatch.setenv("AIRFLOW_CONN_SHOP_PG", connection)
-
-    assert PostgresCdcHook("shop_pg").get_uri() == uri
-
-
-def test_a_missing_connection_and_one_of_another_type_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AIRFLOW_CONN_LAKE", "http://lake/")
-
-    with pytest.raises(ConfigError, match="'nowhere' does not exist") as missing:
-        PostgresCdcHook("nowhere").get_uri()
-    with pytest.raises(ConfigError, match="of type 'http', not postgres_cdc or postgres"):
-        PostgresCdcHook("lake").get_uri()
-
-    assert "AIRFLOW_CONN_NOWHERE" in missing.value.solution
-
-
-def test_a_good_server_is_described_in_sentences(monkeypatch: pytest.MonkeyPatch, databases: Databases) -> None:
-    monkeypatch.setenv("AIRFLOW_CONN_SHOP_PG", databases.source)
-
-    passed, text = PostgresCdcHook("shop_pg").test_connection()
-
-    assert passed, text
-    assert "wal_level is logical." in text
-    assert "Role postgres may use replication." in text
-    assert "A replication slot is free" in text
-
-
-def test_the_connection_works_as_a_session(monkeypatch: pytest.MonkeyPatch, databases: Databases) -> None:
-    monkeypatch.setenv("AIRFLOW_CONN_SHOP_PG", databases.source)
-
-    connection = PostgresCdcHook("shop_pg").get_conn()
-
-    with connection, connection.cursor() as cursor:
-        cursor.execute("SELECT 1")
-        assert cursor.fetchone() == (1,)
-    connection.close()
-
-
-def as_target(dsn: str) -> str:
-    server = urlsplit(dsn)
-    given = {"host": server.hostname, "port": server.port, "login": server.username, "schema": server.path[1:]}
-    return connection_json(conn_type="postgres_cdc", **given, extra={"use": "target"})
-
-
-def test_a_target_is_tested_as_a_target(monkeypatch: pytest.MonkeyPatch, make_server: ServerMaker) -> None:
-    server = make_server(settings={"wal_level": "replica", "max_replication_slots": "0"})
-    monkeypatch.setenv("AIRFLOW_CONN_DW_PG", as_target(server.dsn()))
-
-    passed, text = PostgresCdcHook("dw_pg").test_connection()
-
-    assert passed, text
-    assert "Schemas and tables can be created and written in the sink." in text
-    assert "wal_level" not in text
-
-    with psycopg.connect(server.dsn(), autocommit=True) as connection:
-        connection.execute("CREATE ROLE reader LOGIN")
-    monkeypatch.setenv("AIRFLOW_CONN_DW_PG", as_target(server.dsn().replace("postgres@", "reader@")))
-
-    passed, text = PostgresCdcHook("dw_pg").test_connection()
-
-    assert not passed
-    assert "role reader may not, in the sink: create schema airflow_cdc" in text
-
-
-@pytest.mark.parametrize("conn_type", ["generic", "sqlite"])
-@pytest.mark.parametrize("conn_id", ["shop_pg", "warehouse_pg"])
-def test_a_connection_of_another_type_is_named_with_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, conn_id: str, conn_type: str
-) -> None:
-    for each in ("shop_pg", "warehouse_pg"):
-        kind = conn_type if each == conn_id else "postgres"
-        monkeypatch.setenv(f"AIRFLOW_CONN_{each.upper()}", connection_json(conn_type=kind, host="db", schema="shop"))
-
-    with pytest.raises(ConfigError, match=rf"{conn_id}', named by \w+\.conn_id, is of type '{conn_type}'") as refused:
-        load_pipeline(write_pipeline(tmp_path))
-
-    assert f"`airflow connections add {conn_id} --conn-uri postgres-cdc://" in refused.value.solution
-    assert ("stores `generic`" in refused.value.solution) is (conn_type == "generic")
-
-
-def test_every_obstacle_on_a_server_is_named(monkeypatch: pytest.MonkeyPatch, make_server: ServerMaker) -> None:
-    server = make_server(settings={"wal_level": "replica", "max_replication_slots": "0"})
-    with psycopg.connect(server.dsn(), autocommit=True) as connection:
-        connection.execute("CREATE ROLE reader LOGIN")
-    monkeypatch.setenv("AIRFLOW_CONN_SHOP_PG", server.dsn().replace("postgres@", "reader@"))
-
-    passed, text = PostgresCdcHook("shop_pg").test_connection()
-
-    assert not passed
-    assert "Run: ALTER SYSTEM SET wal_level = 'logical';" in text
-    assert "ALTER ROLE reader WITH REPLICATION" in text
-    assert "no replication slot is free" in text
-
-
-def test_a_server_that_does_not_answer_fails_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AIRFLOW_CONN_SHOP_PG", "postgresql://cdc:secret@127.0.0.1:1/shop")
-
-    passed, text = PostgresCdcHook("shop_pg").test_connection()
-
-    assert not passed
-    assert text.startswith("cannot connect to 127.0.0.1:1/shop")
-    assert "secret" not in text
-
-
-def test_a_pipeline_gets_its_connections_from_airflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("AIRFLOW_CONN_SHOP_PG", connection_json(conn_type="postgres", host="db", schema="shop"))
-    monkeypatch.setenv("AIRFLOW_CONN_WAREHOUSE_PG", "postgres-cdc://cdc:secret@dw/dw")
-    monkeypatch.setenv("SITE", "warehouse")
-    monkeypatch.setenv("UNRELATED", "value")
-    path = write_pipeline(tmp_path, **{"conn_id: warehouse_pg": 'conn_id: "${SITE}_pg"'})
-
-    loaded = load_pipeline(path)
-
-    assert loaded.pipeline.source.dsn == "postgresql://db/shop"
-    assert loaded.pipeline.sink.dsn == "postgresql://cdc:secret@dw/dw"
-    assert loaded.environment == {
-        "AIRFLOW_CONN_SHOP_PG": "postgresql://db/shop",
-        "AIRFLOW_CONN_WAREHOUSE_PG": "postgresql://cdc:secret@dw/dw",
-        "SITE": "warehouse",
-    }
-    assert Pipeline.load(path, loaded.environment) == loaded.pipeline
-    assert "secret" not in repr(loaded)
-
-
-def test_a_connection_that_the_file_names_and_airflow_lacks_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'shop_pg', named by source\.conn_id, does not exist"):
-        load_pipeline(write_pipeline(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("pipeline: [", "is not YAML"), ("- a list", "must be a mapping"), ("pipeline: shop\nsource: 1", "source")],
-)
-def test_a_broken_file_is_refused_with_the_engines_words(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_pipeline(write_pipeline(tmp_path, text))
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load_pipeline(tmp_path / "nowhere.yaml")

@@ -1,4 +1,4 @@
-"""The Dags that repair: what their forms take and refuse, and what runs when. They run in ``tests/airflow``."""
+"""The Dags that repair: what their forms accept and refuse, and which tasks run when. They run in ``tests/airflow``."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_wheel_brings_all_dags_as_examples_and_what_spark_starts(tmp_path: P
     _add_provider_example_dags_to_bundle(found)
     assert "airflow-cdc-provider-example-dags" in [bundle.name for bundle in found]
     source = tmp_path / "source"
-    for folder in ("airflow_cdc_provider", "dags"):  # a build leaves files beside what it reads
+    for folder in ("airflow_cdc_provider", "dags"):  # a build leaves files next to its input
         shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("setup.cfg", "pyproject.toml", "README.md"):
         shutil.copy(ROOT / file, source)

@@ -1,4 +1,4 @@
-"""The operators that read again, drop and ask for approval: against real servers, and a stream that lives."""
+"""The operators that re-read, drop and ask for approval, on real servers and with a running stream."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from tests.support.threads import Stoppable
 
 pytestmark = [pytest.mark.airflow, pytest.mark.slow]
 
-assert tests.support.airflow_support  # comes before anything of Airflow
+assert tests.support.airflow_support  # imported before any module of Airflow
 
 DAY = timedelta(days=1)
 FIRST = datetime(2026, 1, 1, tzinfo=UTC)
-# Thirty rows a day for ten days; what the writers do goes on beside them.
+# Thirty rows per day for ten days; writers change other rows meanwhile.
 TABLE = (
     "CREATE TABLE public.t (id int PRIMARY KEY, at timestamptz NOT NULL, body text)",
     "CREATE TABLE public.plain (id int PRIMARY KEY, at timestamp, day date)",
@@ -52,7 +52,7 @@ TABLE = (
 
 
 class Store(dict[str, Any]):
-    """A task's state store; what is stored outlives tries and clearing."""
+    """A task's state store, whose contents survive tries and clearing."""
 
     def set(self, key: str, value: Any) -> None:
         self[key] = value
@@ -62,7 +62,7 @@ class Store(dict[str, Any]):
 
 
 def context(day: int | None = None, max_tries: int = 0, store: Store | None = None) -> Any:
-    """The context of a task, in a run whose data interval is one of the ten days, or none."""
+    """Return the context of a task, in a run whose data interval is one of the ten days, or none."""
     interval = (
         {} if day is None else {"data_interval_start": FIRST + day * DAY, "data_interval_end": FIRST + (day + 1) * DAY}
     )
@@ -74,7 +74,7 @@ def context(day: int | None = None, max_tries: int = 0, store: Store | None = No
 
 
 def first_event(trigger: RequestTrigger) -> dict[str, Any]:
-    """What a triggerer makes of a trigger: another one from its serialised form, of which it takes the first event."""
+    """Restore a trigger from its serialized form as a triggerer does, and return its first event."""
     path, kwargs = trigger.serialize()
     assert path == "airflow_cdc_provider.triggers.request.RequestTrigger"
 
@@ -98,7 +98,7 @@ def carry_through(operator: CdcResnapshotOperator, given: Any) -> Any:
 
 
 def deferred(operator: CdcResnapshotOperator, given: Any) -> RequestTrigger:
-    """The trigger that a task defers on."""
+    """Return the trigger that a task defers on."""
     with pytest.raises(TaskDeferred) as caught:
         operator.execute(given)
     trigger = caught.value.trigger
@@ -120,8 +120,7 @@ def pipeline(databases: Databases, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def stream(pipeline: PipelineUnderTest) -> Iterator[Streaming]:
-    made = Streaming(pipeline)
-    made.until(lambda: commands.status(pipeline.pipeline)["state"] == "streaming", "its heartbeat")
+    made = Streaming.begun(pipeline)
     yield made
     if made.is_alive():
         made.end()
@@ -132,7 +131,7 @@ def resnapshot(pipeline: PipelineUnderTest, **arguments: Any) -> CdcResnapshotOp
 
 
 class Writer(Stoppable):
-    """Changes rows of all days, but not those that a test damages, and adds some."""
+    """Changes rows of all days except those that a test damages, and adds some."""
 
     def __init__(self, dsn: str) -> None:
         super().__init__("writer")
@@ -166,7 +165,7 @@ DAMAGE = (
 
 
 def damaged_days(pipeline: PipelineUnderTest) -> list[int]:
-    """The days of which rows differ, as far as no writer touches them."""
+    """Return the days on which rows differ that no writer touches."""
     rows = "SELECT id, at, body FROM public.t WHERE id % 3 = 0 AND id < 300 OR id >= 10000"
     source, target = set(pipeline.source_rows(rows)), set(pipeline.target_rows(rows))
     return sorted({(at - FIRST).days for _, at, _ in source ^ target})
@@ -213,7 +212,7 @@ def test_without_a_stream_the_task_reads_itself_when_nobody_is_in_the_way(pipeli
 
 
 def test_a_request_survives_its_worker_and_is_not_doubled(pipeline: PipelineUnderTest, stream: Streaming) -> None:
-    """A retry finds it, a cleared task makes its own; whose stream ends does it himself."""
+    """A retry finds it, and a cleared task makes its own; if the stream has ended, the task reads itself."""
     store, state = Store(), State(pipeline.pipeline.state)
     operator = resnapshot(pipeline, tables=["public.t"])
     with transaction(pipeline.databases.source, "INSERT INTO public.plain VALUES (1000)"):
@@ -255,7 +254,7 @@ def test_a_state_that_cannot_be_read_for_a_while_is_waited_for(tmp_path: Path, m
     monkeypatch.setattr(triggers, "LOOK_SECONDS", 0.05)
     path = tmp_path / "state" / "outcomes" / "r.json"
     path.parent.mkdir(parents=True)
-    path.symlink_to(path)  # which nobody can read
+    path.symlink_to(path)  # it cannot be read
     trigger = RequestTrigger(str(tmp_path / "state"), "r")
 
     async def mended() -> dict[str, Any]:
@@ -291,7 +290,7 @@ def test_a_task_that_may_not_wait_any_longer(pipeline: PipelineUnderTest, stream
 
 
 def test_intervals_of_every_type_of_time(pipeline: PipelineUnderTest) -> None:
-    """Without a zone it is UTC; a date is its midnight, so that a shorter interval does not have it twice, or never."""
+    """A time without a zone is UTC. A date is its midnight, so that a shorter interval neither repeats nor skips it."""
     midnight = {"start": "2026-01-03T01:00+01:00", "end": "2026-01-03T01:00:00Z"}
     for table, column, given, day, rows in (
         ("public.t", "at", {}, 3, 30),
@@ -315,7 +314,7 @@ REFUSED: list[tuple[dict[str, Any], int | None, str]] = [
     ({"rows": "where", "where": "nope = 1"}, 0, "nope"),
     ({"rows": "time", "time_column": "nope"}, 0, "public.plain has no column 'nope'.*id, at, day"),
     ({"rows": "time", "time_column": "body", "tables": ["public.t"]}, 0, "is of type text"),
-    ({"rows": "time", "time_column": "at"}, None, "no data interval.*triggered by hand.*From and To"),
+    ({"rows": "time", "time_column": "at"}, None, "no data interval.*triggered manually.*From and To"),
     ({"rows": "time", "time_column": "at", "start": "2026-01-01"}, 0, "only one end"),
     ({"rows": "time", "time_column": "at", "start": "yesterday", "end": "2026-01-01"}, 0, "'yesterday' is not a time"),
     ({"rows": "time", "time_column": "at", "start": "2026-01-02", "end": "2026-01-01"}, 0, "no time between"),

@@ -1,4 +1,4 @@
-"""The sensors and their trigger, in this process, against slots that move, stay, and are lost."""
+"""The sensors and their trigger, in this process, with slots that move, stay, and are lost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.airflow_support import write_pipeline
 from airflow.sdk import DAG, Asset
 from airflow.sdk.exceptions import AirflowFailException, AirflowSensorTimeout, AirflowSkipException, TaskDeferred
 
-from airflow_cdc_provider.engine.commands.wait_conditions import Seen, expect
+from airflow_cdc_provider.engine.commands.wait_conditions import Seen, create_condition
 from airflow_cdc_provider.engine.core.errors import ConfigError, GateClosed
 from airflow_cdc_provider.engine.core.lsn import format_lsn
 from airflow_cdc_provider.engine.core.record import Record
@@ -50,7 +50,7 @@ def seen(
     start: int = 50,
     **state: Any,
 ) -> Seen:
-    """What may be seen: a slot at restart_lsn 50 and confirmed_flush_lsn 80 of a log that ends at 100."""
+    """Return a slot at restart_lsn 50 and confirmed_flush_lsn 80 of a log that ends at 100."""
     slot = dataclasses.replace(SlotState("pgoutput", "shop", True, 1, 50, 80, "reserved", 50), **state)
     chunks: Any = [SimpleNamespace(watermark=None, chunk=i) for i in range(unfinished)]
     chunks += [SimpleNamespace(watermark=SimpleNamespace(high=85), chunk=9)]
@@ -92,27 +92,28 @@ def seen(
     ],
 )
 def test_judgements(kind: str, arguments: dict[str, Any], situation: dict[str, Any], reached: bool, words: str) -> None:
-    judgement = expect(kind, arguments).judge(seen(**situation))
+    evaluation = create_condition(kind, arguments).evaluate(seen(**situation))
 
-    assert judgement.reached == reached, judgement
-    assert words in judgement.sentence
+    assert evaluation.reached == reached, evaluation
+    assert words in evaluation.sentence
 
 
 @pytest.mark.parametrize("kind", ["progress", "retained", "lag", "healthy"])
 def test_nothing_is_expected_of_a_lost_slot(kind: str) -> None:
-    expected = expect(kind, {"below": "1B"} if kind == "retained" else {})
+    expected = create_condition(kind, {"below": "1B"} if kind == "retained" else {})
     with pytest.raises(GateClosed, match=r"has lost the log it needs .*wal_removed") as lost:
-        expected.judge(seen(wal_status="lost", invalidation="wal_removed"))
+        expected.evaluate(seen(wal_status="lost", invalidation="wal_removed"))
     with pytest.raises(GateClosed, match="'t' does not exist") as missing:
-        expected.judge(dataclasses.replace(seen(), slot="t"))
+        expected.evaluate(dataclasses.replace(seen(), slot="t"))
     assert "resnapshot --all" in lost.value.solution
     assert "resnapshot --all" in missing.value.solution
 
 
 def test_a_lag_may_be_awaited_before_there_is_a_slot() -> None:
-    judgement = expect("lag", {"below_bytes": "1"}).judge(dataclasses.replace(seen(record=False), slot="t"))
-    assert not judgement.reached
-    assert "has not been provisioned" in judgement.sentence
+    condition = create_condition("lag", {"below_bytes": "1"})
+    evaluation = condition.evaluate(dataclasses.replace(seen(record=False), slot="t"))
+    assert not evaluation.reached
+    assert "has not been provisioned" in evaluation.sentence
 
 
 @pytest.mark.parametrize(
@@ -128,12 +129,12 @@ def test_a_lag_may_be_awaited_before_there_is_a_slot() -> None:
 def test_an_argument_that_is_wrong_is_named(kind: str, arguments: dict[str, str]) -> None:
     ((name, value),) = arguments.items()
     with pytest.raises(ConfigError, match=f"argument {name} is {value!r}"):
-        expect(kind, arguments)
+        create_condition(kind, arguments)
 
 
 @pytest.fixture
 def slot(databases: Databases, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a slot on the server of the connection ``source``."""
+    """Return the name of a slot on the server of the connection ``source``."""
     monkeypatch.setenv("AIRFLOW_CONN_SOURCE", databases.source)
     name = f"slot_{os.getpid()}"
     make_slot(databases.source, name)
@@ -185,7 +186,7 @@ def test_a_lost_slot_ends_the_wait_at_once(make_server: ServerMaker, monkeypatch
 
 
 def queries(server: PostgresServer) -> int:
-    """How often a server was asked for its slots, by its own log."""
+    """Return how often a server was asked for its slots, according to its log."""
     return server.log_file.read_text().count("SELECT log.lsn::text")
 
 
@@ -210,7 +211,7 @@ def test_all_triggers_of_a_server_share_one_poll(make_server: ServerMaker, monke
         events = asyncio.run(watch(count))
         asked.append(queries(server) - before)
         assert [event["timed_out"] for event in events] == [True] * count
-    # A sensor with an interval of half a second asks nine times in 4.2 seconds; eight of them no more often.
+    # A sensor with an interval of half a second asks nine times in 4.2 seconds; eight sensors ask no more often.
     assert 1 < asked[0] <= 9
     assert 1 < asked[1] <= 9
     assert not Poll._running
@@ -269,7 +270,7 @@ def test_an_outage_of_the_server_is_no_failure(make_server: ServerMaker, monkeyp
 
 @pytest.fixture
 def pipeline(databases: Databases, slot: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """The path of a file whose pipeline has that slot."""
+    """Return the path of a file whose pipeline has that slot."""
     monkeypatch.setenv("AIRFLOW_CONN_SHOP_PG", databases.source)
     monkeypatch.setenv("AIRFLOW_CONN_WAREHOUSE_PG", databases.target)
     replaced = {
@@ -316,7 +317,7 @@ def test_sensors_start_in_the_triggerer_with_what_they_would_defer_with(sensor: 
     assert trigger.serialize() == (args.trigger_cls, args.trigger_kwargs)
     assert json.loads(json.dumps(args.trigger_kwargs)) == args.trigger_kwargs
     assert (deferred.value.timeout, deferred.value.method_name) == (args.timeout, args.next_method)
-    # The triggerer renders attributes of the trigger that are named as the sensor's template fields.
+    # The triggerer renders attributes of the trigger with the names of the sensor's template fields.
     assert set(sensor.template_fields) <= set(args.trigger_kwargs)
     assert all(hasattr(trigger, name) for name in sensor.template_fields)
     assert not type(sensor).start_from_trigger

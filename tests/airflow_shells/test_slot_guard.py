@@ -1,4 +1,4 @@
-"""The slot guard: what it finds on real servers, whom it tells, and when it drops."""
+"""The slot guard: its findings on real servers, its notifications, and when it drops a slot."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Stores(dict[Any, Any]):
 
 
 def look(**arguments: Any) -> tuple[dict[str, Any] | None, str]:
-    """Run the operator once: its result, or the XCom that it leaves when it fails, and the failure's text."""
+    """Run the operator once; return its result, or the XCom that it leaves when it fails, and the failure's text."""
     pushed: list[Any] = []
     context: Any = {"ti": SimpleNamespace(xcom_push=lambda key, value: pushed.append(value))}
     context["asset_state_store"] = arguments.pop("stores", {MEMORY: Stores()})
@@ -90,7 +90,7 @@ def look(**arguments: Any) -> tuple[dict[str, Any] | None, str]:
 
 @pytest.fixture
 def server(make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch) -> PostgresServer:
-    """A server of its own: the guard looks at all slots of one."""
+    """Run a separate server, because the guard checks all slots of a server."""
     server = make_server()
     monkeypatch.setenv("AIRFLOW_CONN_SOURCE", server.dsn())
     return server
@@ -136,11 +136,11 @@ def test_the_guard_on_a_server(server: PostgresServer) -> None:
     assert look(dead_seconds=1, stores=stores)[1] == ""
     stores[MEMORY]["source"]["dead"]["since"] -= 60
     result, failure = look(dead_seconds=50, stores=stores)
-    assert "nobody has read from slot 'dead' for 60 seconds" in failure
+    assert "slot 'dead' has had no reader for 60 seconds" in failure
     assert result is not None
     assert [finding["kind"] for finding in result["findings"]] == ["dead"]
 
-    # Who has moved it between two looks has read from it.
+    # A slot that has moved between two checks has a reader.
     move_slot(server.dsn(), "dead")
     assert look(dead_seconds=50, stores=stores)[1] == ""
 
@@ -164,7 +164,7 @@ def test_the_circuit_breaker(server: PostgresServer, monkeypatch: pytest.MonkeyP
             reader.pgconn.send_query(b"START_REPLICATION SLOT large LOGICAL 0/0 " + options)
             active = "SELECT active FROM pg_replication_slots WHERE slot_name = 'large'"
             assert await_condition(lambda: connection.execute(active).fetchone() == (True,), SECONDS)
-            # A role that may not end the superuser's session drops the others nevertheless, and says so.
+            # A role that may not end the superuser's session still drops the others, and reports this.
             connection.execute("CREATE ROLE guard LOGIN REPLICATION")
             told: list[dict[str, Any]] = []
             with monkeypatch.context() as patch:
@@ -174,7 +174,7 @@ def test_the_circuit_breaker(server: PostgresServer, monkeypatch: pytest.MonkeyP
             assert [(finding["kind"], finding["subject"]) for finding in result["findings"]] == [("kept", "large")]
             assert result["dropped"] == ["larger"]
             assert {name: told[0][name] for name in result} == result
-            assert "slot 'large' retains 1.9 MiB of log and cannot be dropped: role 'guard' may not" in failure
+            assert "slot 'large' retains 1.9 MiB of log and cannot be dropped: role 'guard' lacks" in failure
             assert "slot 'larger' was dropped" in failure
 
             result, failure = look(budget="1GiB", drop_beyond="1MiB", drop_active="True")

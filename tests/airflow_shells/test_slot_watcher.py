@@ -53,12 +53,12 @@ def test_each_move_is_told_once_also_over_a_restart_of_the_triggerer(databases: 
         return made
 
     async def move() -> str:
-        """Move the slot to its end, by steps that the watcher may see."""
+        """Move the slot to its end, in steps that the watcher may see."""
         await asyncio.to_thread(move_slot, databases.source, slot)
         return await asyncio.to_thread(position, databases, slot)
 
     async def moved(event: TriggerEvent, events: AsyncIterator[TriggerEvent], end: str) -> Any:
-        """What is told of the end of a move, from one of its events on."""
+        """Return the events about the end of a move, from a given event on."""
         while event.payload["confirmed_flush_lsn"] != end:
             event = await first(events)
         return event.payload
@@ -90,7 +90,7 @@ def test_each_move_is_told_once_also_over_a_restart_of_the_triggerer(databases: 
 
 
 def position(databases: Databases, slot: str) -> str:
-    """Where the slot is."""
+    """Return the slot's position."""
     with psycopg.connect(databases.source) as connection:
         query = "SELECT confirmed_flush_lsn::text FROM pg_replication_slots WHERE slot_name = %s"
         ((found,),) = connection.execute(query, [slot]).fetchall()
@@ -104,7 +104,7 @@ def test_a_watcher_wants_one_way_to_its_slot(arguments: dict[str, str]) -> None:
 
 
 class Statsd:
-    """The client library of StatsD, which Airflow's own environments have, as far as it is used here."""
+    """The client library of StatsD that Airflow's environments contain, reduced to what is used here."""
 
     def __init__(self, address: Any) -> None:
         self._address = address
@@ -116,7 +116,7 @@ class Statsd:
 
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
-    """A StatsD server to which Airflow's stats go, with tags as Telegraf reads them."""
+    """Run a StatsD server that receives Airflow's stats, with tags in Telegraf's format."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
         server.bind(("127.0.0.1", 0))
         server.settimeout(30)
@@ -130,7 +130,7 @@ def listener() -> Iterator[socket.socket]:
 
 
 def received(listener: socket.socket, count: int) -> dict[str, str]:
-    """The next datagrams: value and kind by name and tags."""
+    """Return the next datagrams: value and kind by name and tags."""
     return dict(listener.recv(1000).decode().rsplit(":", 1) for _ in range(count))
 
 

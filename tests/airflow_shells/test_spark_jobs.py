@@ -1,6 +1,7 @@
 """Spark jobs that outlive their tasks: submitted by a worker, watched by a trigger, found again by the next try.
 
-Operators and triggers run in this process, with real servers, a real keeper and a real Spark; what Airflow itself
+Operators and triggers run in this process, with real servers, a real keeper and a real Spark; tests in ``airflow/`` run
+them in Airflow itself.
 does with them is tested in ``airflow/``.
 """
 
@@ -38,7 +39,7 @@ def pipeline(databases: Databases, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "CREATE TABLE public.t (id int PRIMARY KEY, body text)",
         "INSERT INTO public.t SELECT n, 'row ' || n FROM generate_series(1, 1000) n",
     )
-    # A password that the servers do not ask for.
+    # A password that the servers do not require.
     under_test.change(sink={"dsn": databases.pipeline_target.replace("@", ":n0tTelling@")})
     monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", connection_json(conn_type="spark", host="local[1]"))
     monkeypatch.setenv("TEST_PIPELINE", under_test.name)
@@ -76,7 +77,7 @@ def test_a_snapshot_finds_its_job_again(pipeline: PipelineUnderTest, jobs: Jobs)
     link = SparkUiLink().get_link(task.operator, ti_key=None)  # type: ignore[arg-type]
     assert link.endswith(f"/pipelines/{pipeline.name}/spark/{trigger.submission}?application={application}")
 
-    # The map has been expanded anew since, and at this place there is another group.
+    # The map has been expanded again since, and another group has this index.
     remapped = Task(CdcSnapshotOperator(task_id="t", pipeline=path, epoch=str(epoch), group=second))
     remapped.values = task.values
     other = remapped.defer()
@@ -102,7 +103,7 @@ def test_a_stream_is_found_taken_over_and_stopped(pipeline: PipelineUnderTest, j
     jobs.driver("stream").kill()
     with pytest.raises(AirflowException, match="ended with exit code") as failed:
         task.complete(trigger)
-    assert type(failed.value) is CdcTaskFailed  # which is tried again
+    assert type(failed.value) is CdcTaskFailed  # it is tried again
 
     trigger = task.defer()
     jobs.await_beat(trigger)
@@ -127,7 +128,7 @@ def test_a_stream_is_found_taken_over_and_stopped(pipeline: PipelineUnderTest, j
     assert len(jobs.keepers()) == 1
     pipeline.source("UPDATE public.t SET body = 'changed' WHERE id % 7 = 0")
     marker = pipeline.marker()
-    assert await_condition(lambda: pipeline.record.applied >= marker, SECONDS)
+    assert await_condition(lambda: pipeline.record.applied >= marker, SECONDS, 0.5)
     assert pipeline.json("stop") == {"asked": ["stream"]}
     assert not task.complete(cleared)["caught_up"]
     (event,) = task.events[CHANGED_TABLES].asset_alias_events

@@ -1,10 +1,14 @@
-"""What Airflow learns of a task beside its state: retries, assets, lineage, links. In one real run."""
+"""What a task gives to Airflow in addition to its state: retries, assets, lineage, links.
+
+All Dags, also the provider's own, run in one process, because it takes long to start.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.airflow_support import ROOT, migrate_database
+from tests.support.airflow_support import ROOT, connection_json, migrate_database, write_pipeline
 
 # isort: split
 from airflow.sdk import Asset, RetryAction
@@ -92,15 +96,37 @@ if __name__ == "__main__":
             "events": [list(event) for event in events],
             "links": list(links),
         }
-    (here / "outcome").write_text(json.dumps(outcome))
     DagBag(str(here / "orders_report_dag.py")).dags["orders_report"].test(logical_date=None)
+    # The tests with a whole Airflow include the steps that follow the snapshot.
+    run = DagBag(str(here / "cdc_pipeline.py")).dags["cdc_pipeline"].test(
+        logical_date=None,
+        run_conf={"pipeline": str(here / "shop" / "shop.yaml")},
+        mark_success_pattern="stream|slot_progress|verify",
+    )
+    outcome["copy"] = {
+        f"{ti.task_id} {ti.rendered_map_index or ''}".strip(): str(ti.state) for ti in run.get_task_instances()
+    }
+    (here / "outcome").write_text(json.dumps(outcome))
 """
 
 
-def run_dag(directory: Path, pipeline: PipelineUnderTest) -> dict[str, Any]:
-    """What is left by a run of the Dag above, with OpenLineage's events."""
-    pipeline.source("CREATE TABLE t (id int PRIMARY KEY)")
+def run_dags(directory: Path, pipeline: PipelineUnderTest) -> dict[str, Any]:
+    """Run the Dag above, one that its assets could trigger, and the provider's own, in a process.
+
+    :returns: the results of the first and the last one, OpenLineage's events and the output.
+    """
+    pipeline.source(
+        "CREATE TABLE t (id int PRIMARY KEY)",
+        "CREATE TABLE orders (id int PRIMARY KEY, body text)",
+        "INSERT INTO orders SELECT i, 'order ' || i FROM generate_series(1, 1000) i",
+    )
     pipeline.provision()
+    (directory / "shop").mkdir()
+    write_pipeline(directory / "shop", **{"pipeline: shop": f"pipeline: shop_{os.getpid()}"})
+    shutil.copy(ROOT / "dags" / "cdc_pipeline.py", directory)  # a Dag has to be in Airflow's folder
+    # The servers require no password, so any password shows where it ends up.
+    databases = pipeline.databases
+    source, sink = (dsn.replace("@", ":n0tTelling@") for dsn in (databases.pipeline_source, databases.pipeline_target))
     migrate_database()
     (directory / "run.py").write_text(RUN)
     consumer = (ROOT / "docs" / "examples" / "orders_report_dag.py").read_text()
@@ -118,6 +144,9 @@ def run_dag(directory: Path, pipeline: PipelineUnderTest) -> dict[str, Any]:
             "AIRFLOW__OPENLINEAGE__TRANSPORT": json.dumps(transport),
             "AIRFLOW__OPENLINEAGE__EXECUTION_TIMEOUT": "120",  # on a busy machine an event takes longer than 10 s
             "PYTHONPATH": str(ROOT),
+            "AIRFLOW_CONN_SHOP_PG": source,
+            "AIRFLOW_CONN_WAREHOUSE_PG": sink,
+            "AIRFLOW_CONN_SPARK_DEFAULT": connection_json(conn_type="spark", host="local[1]"),
         },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -133,20 +162,22 @@ def run_dag(directory: Path, pipeline: PipelineUnderTest) -> dict[str, Any]:
     }
 
 
-def test_a_run_tells_airflow_of_retries_assets_lineage_and_links(databases: Databases, tmp_path: Path) -> None:
+@pytest.mark.spark
+@pytest.mark.timeout(900)
+def test_what_runs_report_to_airflow(databases: Databases, tmp_path: Path) -> None:
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], sink={"schema": "copy_of_{schema}"})
     name = pipeline.name
 
-    outcome = run_dag(tmp_path, pipeline)
+    outcome = run_dags(tmp_path, pipeline)
 
-    # A task is tried again only if its error says so.
+    # A task is retried only if its error permits it.
     assert outcome["tasks"] == {
         "refused": ["failed", 1],
         "asks": ["failed", 1],
         "waits": ["success", 2],
         "streamed": ["success", 1],
     }, outcome["output"]
-    assert "a person has to look first" in outcome["output"]
+    assert "a person must look at it first" in outcome["output"]
     # Every changed table has an event with its watermark.
     assert {asset: (uri, extra) for asset, uri, extra in outcome["events"]} == {
         f"{name}/{table}": (
@@ -155,14 +186,16 @@ def test_a_run_tells_airflow_of_retries_assets_lineage_and_links(databases: Data
         )
         for table, quoted, changes in (("public.t", "public.t", 5), ("we ird.T", "we%20ird.T", 2))
     }
-    # And a Dag that is scheduled by it can tell how far the copy is.
+    # And a Dag that is scheduled by it can read the copy's position.
     assert "has all that the source had committed before 0/16B3748." in outcome["output"]
     # Lineage leads from source to target.
-    (event,) = (
+    completed = [
         event
         for event in outcome["lineage"]
         if event["eventType"] == "COMPLETE" and event["job"]["name"].endswith("streamed")
-    )
+    ]
+    assert len(completed) == 1, outcome["output"]
+    (event,) = completed
     source, target = (dsn.rpartition("@")[2].rpartition("/")[0] for dsn in (databases.source, databases.target))
     assert [(data["namespace"], data["name"]) for data in event["inputs"]] == [
         (f"postgres://{source}", f"{name}.public.t")
@@ -170,9 +203,19 @@ def test_a_run_tells_airflow_of_retries_assets_lineage_and_links(databases: Data
     assert [(data["namespace"], data["name"]) for data in event["outputs"]] == [
         (f"postgres://{target}", f"{name}.copy_of_public.t")
     ]
-    # Tasks lead to their pipeline on the page; the one whose file is missing, to the page.
+    # Tasks link to their pipeline on the page; the one whose file is missing links to the page.
     page = "http://airflow.example.com/air/plugin/cdc"
     assert set(outcome["links"]) == {page, f"{page}?pipeline={name}"}
+    # The provider's own Dag copies the tables of real servers.
+    assert set(outcome["copy"].values()) == {"success"}, outcome["output"]
+    assert "snapshot public.orders all rows, 1 chunk" in outcome["copy"]
+    assert pipeline.target_rows("SELECT count(*), max(body) FROM orders") == [(1000, "order 999")]
+    # Logs of the tasks; Airflow's database with rendered fields and XComs, and its files; state and checkpoint.
+    assert "n0tTelling" not in outcome["output"]
+    home = Path(os.environ["AIRFLOW_HOME"])
+    shown = [path for place in (tmp_path, home) for path in place.rglob("*") if path.is_file()]
+    assert home / "airflow.db" in shown
+    assert [path for path in shown if b"n0tTelling" in path.read_bytes()] == []
 
 
 @pytest.mark.parametrize(
@@ -192,9 +235,9 @@ def test_a_table_is_named_as_openlineage_does(dsn: str, named: tuple[str, str]) 
     [
         (SecondWriter("another run is alive", "Wait."), RetryAction.RETRY, "SecondWriter: another run is alive"),
         (Blocked("waited", "End it."), RetryAction.RETRY, "Blocked: waited"),
-        (ServerNotReady("x", "Set y."), RetryAction.FAIL, "ServerNotReady, trying again cannot help: x. Set y."),
-        (Fenced("x", "y."), RetryAction.FAIL, "Fenced, trying again cannot help: x. y."),
-        (GateClosed("x", "y."), RetryAction.FAIL, "GateClosed, a person has to look first: x. y."),
+        (ServerNotReady("x", "Set y."), RetryAction.FAIL, "ServerNotReady, a retry cannot help: x. Set y."),
+        (Fenced("x", "y."), RetryAction.FAIL, "Fenced, a retry cannot help: x. y."),
+        (GateClosed("x", "y."), RetryAction.FAIL, "GateClosed, a person must look at it first: x. y."),
     ],
 )
 def test_engine_and_shells_are_judged_alike(error: CdcError, action: RetryAction, reason: str) -> None:

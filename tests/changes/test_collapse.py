@@ -1,4 +1,4 @@
-"""The chunk filter and the collapse, against models that apply one change after the other."""
+"""The collapse, alone and after the chunk filter, compared with models that apply one change after the other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from airflow_cdc_provider.engine.changes.key_halves import split
 from airflow_cdc_provider.engine.changes.snapshot_filter import Visibility, keep, truncate_visibility
 from airflow_cdc_provider.engine.core.errors import ProtocolError
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
-from tests.support.change_events import COLUMNS, MASK, Event, Row, changes_of
+from tests.support.change_events import COLUMNS, NEAR_WRAP, Event, Row, changes_of, never
 
 Key = tuple[str | None, ...]
 
@@ -30,19 +30,16 @@ Rows = dict[Key, Row]
 TOASTED = (2, 4)
 
 
-# The components of composite keys are such that gluing them together would confuse them.
+# The components of composite keys are chosen so that plain concatenation would confuse them.
 KEYS: dict[tuple[int, ...], list[Key]] = {
     (1,): [(str(n),) for n in range(9)],
     (3, 1): [*product(("a", "ab", ""), ("bc", "c", "a"))],
 }
 
 
-NEAR_WRAP = st.sampled_from([1000, (1 << 31) - 4, (1 << 32) - 4, (1 << 33) - 4, 3 * (1 << 31) - 4])
-
-
 @dataclass(frozen=True)
 class Dice:
-    """What one step of a random history does; every number is taken modulo what there is to choose from."""
+    """The choices of one step of a random history; every number is taken modulo the number of options."""
 
     action: int
     slot: int
@@ -52,7 +49,7 @@ class Dice:
 
 
 def rolled(seed: int, steps: int) -> list[Dice]:
-    """A history from a seed: lists of Hypothesis's own are too short, and too fond of zeros, for much to happen."""
+    """Return a history from a seed: Hypothesis's own lists are too short, and contain too many zeros."""
     chance = Random(seed)
     return [Dice(*(chance.randint(0, top) for top in (31, 3, 31, 31, (1 << 13) - 1))) for _ in range(steps)]
 
@@ -70,7 +67,7 @@ class Table:
         return tuple(row[c] for c in self.key)
 
     def row(self, key: Key, bits: int, before: Row | None = None) -> Row:
-        """A row at a key: each other column has a new value, or NULL, or, with a row before, the same."""
+        """Return a row at a key: each other column has a new value, or NULL, or the same value as in a previous row."""
         values: list[str | None] = []
         for column in range(len(COLUMNS)):
             roll = bits >> column & 3
@@ -95,7 +92,7 @@ class Table:
         unchanged = frozenset(
             c for c in toasted if after[c] is not None and after[c] == before[c] and bits >> (c + 5) & 3
         )
-        # Postgres also sends the old key when it did not change but is TOASTed itself.
+        # Postgres also sends an unchanged old key if it is itself stored out of line.
         told = self.full or key != to or not unchanged.isdisjoint(self.key)
         return Event("u", after, unchanged, *(self.old(before) if told else (None, "")))
 
@@ -120,7 +117,7 @@ class Table:
 
 
 def apply(sink: Rows, net: Collapsed, key: tuple[int, ...], read_again: Callable[[Key], Row | None]) -> None:
-    """Do what a sink does: read what is missing from the origins, then erase, then write."""
+    """Apply an effect like a sink: read missing values from the origins, then erase, then write."""
     before = dict(sink)
     rows = list(zip(*(column.to_pylist() for column in net.rows.columns), strict=True))
     origins = list(zip(*(column.to_pylist() for column in net.origin), strict=True))
@@ -151,14 +148,11 @@ def pieces(events: Sequence[Event], size: int) -> list[Sequence[Event]]:
     return [events[start : start + size] for start in range(0, len(events), size)]
 
 
-def never(_: object) -> NDArray[np.int64]:
-    raise AssertionError("nobody should have asked")
-
-
 def unknown(key: Key) -> Row:
     raise AssertionError(f"the origin of {key} should be known")
 
 
+@pytest.mark.lengthy
 @settings(max_examples=150, deadline=None)
 @given(
     key=st.sampled_from(sorted(KEYS)),
@@ -233,7 +227,7 @@ def test_a_reinserted_row_does_not_inherit() -> None:
 
 
 def test_a_row_out_of_nothing_has_no_origin() -> None:
-    """Not a chunk's filter, but a mistake, drops the insert between the delete and the update."""
+    """Only a mistake, not a chunk's filter, would drop the insert between the delete and the update."""
     gone = Event("d", None, frozenset(), (None, "1", None, None, None), "K")
     changes = changes_of([gone, Event("u", ("n", "1", "?", "m", "w"), frozenset({2})), Event("t")])
     halves = split(changes, (1,))
@@ -250,84 +244,23 @@ def test_no_changes_collapse_to_no_rows() -> None:
     assert net.rows.schema.names == list(COLUMNS)
 
 
-def test_a_table_without_a_key_is_filtered_too() -> None:
-    row: Row = ("n", "1", "b", "m", "w")
-    changes = changes_of([Event("i", row, xid=9), Event("u", row, frozenset(), row, "O", 10), Event("t", xid=11)])
-    halves = split(changes, ())
-    assert halves.row.tolist() == [0, 1]
-    assert halves.key == ()
-    assert keep(halves, changes.xid, never, [Snapshot(10, 10)]).tolist() == [False, True]
-
-
 @pytest.mark.parametrize("event", [Event("d"), Event("u", ("n", "?", "b", "m", "w"), frozenset({1}))])
 def test_a_change_that_does_not_tell_its_key_is_an_error(event: Event) -> None:
-    with pytest.raises(ProtocolError, match=r"public\.t does not tell its key"):
+    with pytest.raises(ProtocolError, match=r"public\.t does not carry its key"):
         split(changes_of([event]), (1,))
-
-
-@st.composite
-def snapshots_near(draw: st.DrawFn, base: int) -> Snapshot:
-    xmax = base + draw(st.integers(0, 12))
-    xip = draw(st.frozensets(st.integers(base - 3, xmax - 1), max_size=6)) if xmax > base - 3 else frozenset()
-    return Snapshot(min(xip, default=xmax), xmax, xip)
-
-
-def sees(snapshot: Snapshot, xid: int) -> bool:
-    return xid < snapshot.xmin or (xid < snapshot.xmax and xid not in snapshot.xip)
-
-
-@settings(deadline=None)
-@given(data=st.data(), base=NEAR_WRAP, far=st.integers(-(1 << 31), (1 << 31) - 1))
-def test_snapshots_compare_modulo_two_to_the_32(data: st.DataObject, base: int, far: int) -> None:
-    snapshot = data.draw(snapshots_near(base))
-    assert Snapshot.parse(str(snapshot)) == snapshot
-    xids = [*range(base - 16, base + 16), max(snapshot.xmax + far, 3)]
-    assert snapshot.visible([x & MASK for x in xids]).tolist() == [sees(snapshot, x) for x in xids]
-
-
-@settings(deadline=None)
-@given(data=st.data(), base=NEAR_WRAP)
-def test_a_half_is_dropped_if_its_chunk_sees_it(data: st.DataObject, base: int) -> None:
-    snapshots = data.draw(st.lists(snapshots_near(base), min_size=1, max_size=5))
-    chunks = st.integers(0, len(snapshots) - 1)
-    halves = data.draw(st.lists(st.tuples(st.integers(base - 16, base + 16), chunks), max_size=30))
-    changes = changes_of([Event("i", (None, str(chunk), None, None, None), xid=xid) for xid, chunk in halves])
-    asked: list[str] = []
-
-    def chunk_of(key: Sequence[pa.Array]) -> NDArray[np.int64]:
-        assert not asked
-        asked.extend(key[0].to_pylist())
-        return np.array(asked, dtype=np.int64)
-
-    kept = keep(split(changes, (1,)), changes.xid, chunk_of, snapshots)
-    assert kept.tolist() == [not sees(snapshots[chunk], xid) for xid, chunk in halves]
-    matters = [0 < sum(sees(s, xid) for s in snapshots) < len(snapshots) for xid, _ in halves]
-    assert asked == [str(chunk) for (_, chunk), some in zip(halves, matters, strict=True) if some]
-    for xid, _ in halves:
-        seen = {sees(s, xid) for s in snapshots}
-        expected = Visibility.SOME if len(seen) == 2 else Visibility.ALL if seen == {True} else Visibility.NONE
-        assert truncate_visibility(xid & MASK, snapshots) is expected
-        without_chunks = Visibility.SOME if True in seen else Visibility.NONE
-        assert truncate_visibility(xid & MASK, (), snapshots) is without_chunks
-
-
-def test_a_key_outside_of_all_chunks_is_an_error() -> None:
-    changes = changes_of([Event("i", (None, "1", None, None, None), xid=5)])
-    with pytest.raises(ValueError, match="chunk_of"):
-        keep(split(changes, (1,)), changes.xid, lambda _: np.array([-1]), [Snapshot(5, 5), Snapshot(6, 6)])
 
 
 @dataclass
 class Transaction:
     xid: int
-    writes: dict[Key, Row | None] = field(default_factory=dict)  # what it locks
+    writes: dict[Key, Row | None] = field(default_factory=dict)  # the rows that it locks
     events: list[Event] = field(default_factory=list)
     truncated: bool = False
     committed: bool = False
 
 
 class History:
-    """A source whose transactions reach the stream at commit, and other transactions' eyes some time later."""
+    """A source whose transactions reach the stream at commit, and become visible to other transactions later."""
 
     def __init__(self, table: Table, base: int, rows: Rows, bounds: Sequence[int]) -> None:
         self.table, self.rows, self.bounds = table, rows, sorted(bounds)
@@ -347,7 +280,7 @@ class History:
     def write(self, dice: Dice) -> None:
         mine = self.running.setdefault(dice.slot, Transaction(self.next_xid))
         self.next_xid = max(self.next_xid, mine.xid + 1)
-        if dice.bits % 64 == 0:  # a truncate waits for everybody
+        if dice.bits % 64 == 0:  # a truncate waits for all others
             for slot in set(self.running) - {dice.slot}:
                 self.commit(slot)
                 self.end(slot)
@@ -407,6 +340,7 @@ class History:
             self.read_chunk(chunk)
 
 
+@pytest.mark.lengthy
 @settings(max_examples=300, deadline=None)
 @given(
     full=st.sampled_from([False, False, True]),
@@ -426,7 +360,7 @@ def test_chunks_and_stream_make_the_source(
         history.step(dice)
     history.finish()
 
-    # What is read again is a chunk from then on, with a snapshot of its own: the stream may still be behind it.
+    # Re-read rows are a chunk from then on, with its own snapshot: the stream may still be behind it.
     sink, snapshots = history.sink, [history.snapshots[c] for c in range(len(bounds) + 1)]
     now = history.snapshot()
     again: set[Key] = set()

@@ -1,4 +1,4 @@
-"""Rows are transformed on every way to a sink: chunks, the stream with values that were not sent, and re-reads."""
+"""Rows are transformed on every path to a sink: chunks, the stream with values that were not sent, and re-reads."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from airflow_cdc_provider.engine.core.table import Column, Table
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.sink_checks import targets_of
 from tests.conftest import Databases
+from tests.sinks.begun_sink import WATERMARK
+from tests.support.given_rows import GivenRows
 from tests.support.pipelines import PipelineUnderTest
 
 TABLE = Table(
@@ -35,7 +37,7 @@ TABLE = Table(
 
 @dataclass(frozen=True)
 class Capitals:
-    """Texts beside the key in capitals."""
+    """Texts outside the key in capitals."""
 
     def table(self, table: Table) -> Table:
         return replace(table, columns=tuple(replace(column, not_null=False) for column in table.columns))
@@ -45,21 +47,24 @@ class Capitals:
 
 
 def test_what_is_not_transformed_is_not_touched() -> None:
-    """Rows that come as the source's COPY writes them go on so."""
-    batches = iter([pa.record_batch([pa.array(["a"]), pa.array(["1"])], names=["body", "id"])])
+    """Rows in the format of the source's COPY stay in it."""
+    rows = GivenRows([pa.record_batch([pa.array(["a"]), pa.array(["1"])], names=["body", "id"])], pytest.fail)
     effect = Effect("public.t", False, pa.table({"c0": ["a"], "c1": ["1"]}))
-    assert transformed_rows(Identity(), TABLE, batches) is batches
+    assert transformed_rows(Identity(), TABLE, rows) is rows
     assert transformed_effect(Identity(), TABLE, effect) is effect
 
 
 def test_rows_that_are_read() -> None:
     batch = pa.record_batch([pa.array(["a", None]), pa.array(["x", "y"])], names=["f0", "f1"])
-    (made,) = transformed_rows(Capitals(), TABLE, iter([batch]))
-    assert made.to_pydict() == {"f0": ["A", None], "f1": ["x", "y"]}
+    made = transformed_rows(Capitals(), TABLE, GivenRows([batch], lambda: WATERMARK))
+    assert not made.can_copy
+    (changed,) = made.batches()
+    assert changed.to_pydict() == {"f0": ["A", None], "f1": ["x", "y"]}
+    assert made.finish() is WATERMARK
 
 
 def test_new_rows_and_old_rows_of_an_effect() -> None:
-    """And nothing else of it."""
+    """Nothing else of the effect changes."""
     rows = pa.table(
         {
             "erased": [False, True],

@@ -1,4 +1,4 @@
-"""What a changed definition means, decided without a server."""
+"""The consequences of a changed definition, decided without a server."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 
 from airflow_cdc_provider.engine.changes.redefinition import (
-    has_been_away,
     has_other_keys,
-    has_silent_identity,
-    has_silent_key,
+    has_unlogged_identity_changes,
+    has_unlogged_key_changes,
+    may_have_missed_changes,
     redefinition,
 )
 from airflow_cdc_provider.engine.changes.schema_change import (
-    Adopt,
-    Follow,
-    Misfit,
+    FollowChange,
+    FormatChange,
     Refuse,
+    Reread,
     Unchanged,
     decide,
-    first_misfit,
+    first_format_change,
     fits,
 )
 from airflow_cdc_provider.engine.core.errors import CannotFollow, CdcError
@@ -33,7 +33,7 @@ TYPES = {"int": (23, -1), "bigint": (20, -1), "text": (25, -1), "varchar(5)": (1
 
 
 def table(spec: str, file: int = 1, **values: object) -> Table:
-    """A table by its columns: ``1id:int 2a:text``, number, name and type; a ``!`` is a later change of its entry."""
+    """Return a table from ``1id:int 2a:text``: numbers, names and types; ``!`` marks a later version of the entry."""
     columns = []
     for part in spec.split():
         name, _, kind = part.partition(":")
@@ -47,7 +47,7 @@ def table(spec: str, file: int = 1, **values: object) -> Table:
 
 
 def relation(defined: Table) -> Relation:
-    """How the log describes a table."""
+    """Return the description of a table in the log."""
     columns = (RelationColumn(c.name, c.type_oid, c.type_modifier, c.name in defined.key) for c in defined.columns)
     return Relation(7, defined.schema, defined.name, defined.replica_identity, tuple(columns))
 
@@ -56,34 +56,34 @@ BEFORE = table("1id:int 2a:int 3b:varchar(5)")
 
 
 def made_of(column: str, **parts: str) -> Table:
-    """As before, but that the type of a column is made of other types."""
+    """Return the table, with a column type that is based on different types."""
     return replace(BEFORE, columns=tuple(replace(c, parts=parts) if c.name == column else c for c in BEFORE.columns))
 
 
 CASES: list[tuple[str, Table | CdcError, type]] = [
     ("nothing", BEFORE, Unchanged),
-    ("added", table("1id:int 2a:int 3b:varchar(5) 4c:int"), Follow),
-    ("dropped", table("1id:int 3b:varchar(5)", attnums=3), Follow),
-    ("renamed", table("1id:int 2x:int 3b:varchar(5)"), Follow),
-    ("widened", table("1id:int 2a:int 3b:varchar(9)"), Follow),
-    ("another type, not rewritten", table("1id:int 2a:int 3b:text"), Follow),
-    ("key renamed", table("1ident:int 2a:int 3b:varchar(5)"), Follow),
-    ("added and dropped", table("1id:int 3b:varchar(5) 4c:int"), Adopt),
-    ("added after one that is gone again", table("1id:int 2a:int 3b:varchar(5) 5c:int"), Adopt),
-    ("replaced", table("1id:int 2a:int 4b:varchar(5)"), Adopt),
-    ("swapped", table("1id:int 2b:int 3a:varchar(5)"), Adopt),
-    ("renamed, and the name taken", table("1id:int 2x:int 3b:varchar(5) 4a:int"), Adopt),
-    ("rewritten and added", table("1id:int 2a:int 3b:varchar(5) 4c:int", file=2), Adopt),
-    ("another type", table("1id:int 2a:bigint 3b:varchar(5)", file=2), Adopt),
-    ("key of another type", table("1id:bigint 2a:int 3b:varchar(5)", file=2), Adopt),
-    ("rewritten with a touched column", table("1id:int 2a:int!9 3b:varchar(5)", file=2), Adopt),
-    ("only a touched column", table("1id:int 2a:int!9 3b:varchar(5)"), Follow),
-    ("vacuumed or truncated", table("1id:int 2a:int 3b:varchar(5)", file=2), Follow),
-    ("partitions", replace(BEFORE, leaves=(Leaf(7, "public", "t", 1), Leaf(8, "public", "u", 1))), Adopt),
+    ("added", table("1id:int 2a:int 3b:varchar(5) 4c:int"), FollowChange),
+    ("dropped", table("1id:int 3b:varchar(5)", attnums=3), FollowChange),
+    ("renamed", table("1id:int 2x:int 3b:varchar(5)"), FollowChange),
+    ("widened", table("1id:int 2a:int 3b:varchar(9)"), FollowChange),
+    ("another type, not rewritten", table("1id:int 2a:int 3b:text"), FollowChange),
+    ("key renamed", table("1ident:int 2a:int 3b:varchar(5)"), FollowChange),
+    ("added and dropped", table("1id:int 3b:varchar(5) 4c:int"), Reread),
+    ("added after one that is gone again", table("1id:int 2a:int 3b:varchar(5) 5c:int"), Reread),
+    ("replaced", table("1id:int 2a:int 4b:varchar(5)"), Reread),
+    ("swapped", table("1id:int 2b:int 3a:varchar(5)"), Reread),
+    ("renamed, and the name taken", table("1id:int 2x:int 3b:varchar(5) 4a:int"), Reread),
+    ("rewritten and added", table("1id:int 2a:int 3b:varchar(5) 4c:int", file=2), Reread),
+    ("another type", table("1id:int 2a:bigint 3b:varchar(5)", file=2), Reread),
+    ("key of another type", table("1id:bigint 2a:int 3b:varchar(5)", file=2), Reread),
+    ("rewritten with a touched column", table("1id:int 2a:int!9 3b:varchar(5)", file=2), Reread),
+    ("only a touched column", table("1id:int 2a:int!9 3b:varchar(5)"), FollowChange),
+    ("vacuumed or truncated", table("1id:int 2a:int 3b:varchar(5)", file=2), FollowChange),
+    ("partitions", replace(BEFORE, leaves=(Leaf(7, "public", "t", 1), Leaf(8, "public", "u", 1))), Reread),
     ("key", replace(BEFORE, key=("a",)), Refuse),
     ("key grown", replace(BEFORE, key=("id", "a")), Refuse),
     ("identity", replace(BEFORE, replica_identity="f"), Refuse),
-    ("made anew", replace(BEFORE, oid=9), Refuse),
+    ("recreated", replace(BEFORE, oid=9), Refuse),
     ("condition", replace(BEFORE, where="a > 0"), Refuse),
     ("column list", replace(BEFORE, column_list=True), Refuse),
     ("gone", CannotFollow("public.t has been dropped", "Take it out."), Refuse),
@@ -101,11 +101,11 @@ def test_the_catalog_alone(case: str, after: Table | CdcError, verdict: type) ->
 
 @pytest.mark.parametrize(("case", "after", "verdict"), CASES, ids=[case for case, _, _ in CASES])
 def test_the_catalog_and_the_log(case: str, after: Table | CdcError, verdict: type) -> None:
-    """The log decides nothing that the catalog does not, where both say the same; otherwise the table is read again."""
+    """The log decides nothing that contradicts the catalog; if they differ, the table is re-read."""
     if isinstance(after, Table) and not fits(BEFORE, relation(after)):
         assert isinstance(decide(BEFORE, after, relation(after)), verdict)
     stale = relation(table("1id:int 2a:int 3b:varchar(5) 4unheard:text"))
-    expected = Refuse if verdict is Refuse else Adopt
+    expected = Refuse if verdict is Refuse else Reread
     assert isinstance(decide(BEFORE, after, stale), expected)
 
 
@@ -113,13 +113,13 @@ def test_a_list_of_columns_that_is_edited() -> None:
     before = table("1id:int 2a:int", column_list=True, attnums=3)
     assert isinstance(decide(before, table("1id:int 2a:int 3b:int", column_list=True)), Refuse)
     assert isinstance(decide(before, table("1id:int", column_list=True, attnums=3)), Refuse)
-    assert isinstance(decide(before, table("1id:int 2x:int", column_list=True, attnums=3)), Follow)
+    assert isinstance(decide(before, table("1id:int 2x:int", column_list=True, attnums=3)), FollowChange)
 
 
 def test_a_column_whose_past_values_differ_between_leaves() -> None:
     after = table("1id:int 2a:int 3b:varchar(5) 4c:int")
     *kept, added = after.columns
-    assert isinstance(decide(BEFORE, replace(after, columns=(*kept, replace(added, uniform=False)))), Adopt)
+    assert isinstance(decide(BEFORE, replace(after, columns=(*kept, replace(added, uniform=False)))), Reread)
 
 
 LEAF = Leaf(7, "public", "t", 1, 90, "5 6/7")
@@ -138,9 +138,9 @@ AWAY: list[tuple[str, Leaf, Leaf, bool]] = [
 
 @pytest.mark.parametrize(("case", "before", "after", "away"), AWAY, ids=[case for case, *_ in AWAY])
 def test_a_leaf_whose_changes_may_be_missing(case: str, before: Leaf, after: Leaf, away: bool) -> None:
-    assert has_been_away(before, after) is away
+    assert may_have_missed_changes(before, after) is away
     found = decide(replace(BEFORE, leaves=(before,)), replace(BEFORE, leaves=(after,)))
-    assert isinstance(found, Adopt if away else (Unchanged if before is after else Follow))
+    assert isinstance(found, Reread if away else (Unchanged if before is after else FollowChange))
 
 
 def test_what_makes_one_definition_the_other() -> None:
@@ -157,16 +157,16 @@ def test_what_makes_one_definition_the_other() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "verdict"),
     [
-        (made_of("a", label1="sad", label2="ok"), made_of("a", label1="sad", label2="fine"), Adopt),
-        (made_of("a", label1="sad"), made_of("a", label1="sad", label2="fine"), Follow),
-        (made_of("a", label1="sad"), made_of("a"), Adopt),
+        (made_of("a", label1="sad", label2="ok"), made_of("a", label1="sad", label2="fine"), Reread),
+        (made_of("a", label1="sad"), made_of("a", label1="sad", label2="fine"), FollowChange),
+        (made_of("a", label1="sad"), made_of("a"), Reread),
         (made_of("a", label1="sad"), made_of("a", label1="sad"), Unchanged),
-        (BEFORE, made_of("a", label1="sad"), Follow),
-        (made_of("a", label1="sad"), table("1id:int 3b:varchar(5)", attnums=3), Follow),
+        (BEFORE, made_of("a", label1="sad"), FollowChange),
+        (made_of("a", label1="sad"), table("1id:int 3b:varchar(5)", attnums=3), FollowChange),
     ],
 )
 def test_what_types_are_made_of(before: Table, after: Table, verdict: type) -> None:
-    """A record that does not say is taken as it is."""
+    """A record without this information is accepted as it is."""
     assert isinstance(decide(before, after), verdict)
     assert not has_other_keys(before, after)
 
@@ -175,9 +175,9 @@ def test_what_the_type_of_a_key_is_made_of() -> None:
     before, after = made_of("id", label1="ok"), made_of("id", label1="fine")
     assert has_other_keys(before, after)
     assert not has_other_keys(BEFORE, after)
-    assert has_silent_identity(before)
-    assert not has_silent_identity(BEFORE)
-    assert not has_silent_key(before)
+    assert has_unlogged_identity_changes(before)
+    assert not has_unlogged_identity_changes(BEFORE)
+    assert not has_unlogged_key_changes(before)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_whether_changes_fit(described: Table, fitting: bool) -> None:
 
 
 def test_columns_that_are_published_and_not_captured() -> None:
-    """By a publication that somebody else has made."""
+    """The publication belongs to another owner."""
     more = relation(table("1id:int 2a:int 3b:varchar(5) 4c:int"))
     assert fits(table("1id:int 3b:varchar(5)", column_list=True), more)
     assert not fits(table("1id:int 3b:text", column_list=True), more)
@@ -215,7 +215,7 @@ def test_partitions_have_names_and_orders_of_their_own() -> None:
 
 
 def changes(described: Table, *transactions: tuple[int, int]) -> Changes:
-    """Inserts, one a transaction: id and commit LSN."""
+    """Return inserts, one per transaction: id and commit LSN."""
     count = len(transactions)
     xids, lsns = (np.array(column, np.int64) for column in zip(*transactions, strict=True))
     zeros = np.zeros(count, np.int64)
@@ -231,13 +231,13 @@ def test_the_first_changes_that_do_not_fit() -> None:
     fitting = changes(BEFORE, (10, 100), (30, 500))
     tables = {7: (BEFORE,)}
 
-    def first(*decoded: Changes, snapshots: tuple[Snapshot, ...] = (seen,), opened: int = 0) -> Misfit | None:
-        return first_misfit(decoded, tables, {"public.t": snapshots}, opened)
+    def first(*decoded: Changes, snapshots: tuple[Snapshot, ...] = (seen,), opened: int = 0) -> FormatChange | None:
+        return first_format_change(decoded, tables, {"public.t": snapshots}, opened)
 
     assert first(fitting) is None
     assert first(changes(older, (11, 90), (12, 91))) is None, "the table has been read again after them"
-    assert first(changes(older, (11, 90)), snapshots=()) == Misfit("public.t", 90, relation(older), False)
+    assert first(changes(older, (11, 90)), snapshots=()) == FormatChange("public.t", 90, relation(older), False)
     assert first(changes(older, (11, 90)), snapshots=(seen, Snapshot(5, 5))) is not None
     found = first(fitting, changes(newer, (31, 600)), changes(older, (12, 91), (32, 400)), opened=400)
-    assert found == Misfit("public.t", 400, relation(older), True)
-    assert first_misfit([changes(newer, (31, 600))], {}, {}, 0) is None, "published, but not captured"
+    assert found == FormatChange("public.t", 400, relation(older), True)
+    assert first_format_change([changes(newer, (31, 600))], {}, {}, 0) is None, "published, but not captured"

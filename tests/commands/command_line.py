@@ -1,4 +1,4 @@
-"""Commands in this process, what they say when something is wrong, and what they may have made."""
+"""Commands in this process, their errors, and the objects that they may have created."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from airflow_cdc_provider.engine.commands import cli
 from local_servers.postgres import PostgresServer
 from tests.conftest import Databases, create_database, drop_database
 from tests.support.databases import execute
-from tests.support.pipelines import PipelineUnderTest
+from tests.support.pipelines import Outcome, PipelineUnderTest
 
 TABLE = "CREATE TABLE public.t (id int PRIMARY KEY, body text)"
 
@@ -30,7 +30,7 @@ SECRET = "s3cret-pa55word"
 
 @pytest.fixture
 def pipeline(databases: Databases, tmp_path: Path) -> Iterator[PipelineUnderTest]:
-    """A pipeline of a table with a hundred rows."""
+    """Return a pipeline of a table with a hundred rows."""
     under_test = PipelineUnderTest(tmp_path, databases, ["public.t"], snapshot={"chunk_rows": 50})
     under_test.source(TABLE, ROWS)
     yield under_test
@@ -39,7 +39,7 @@ def pipeline(databases: Databases, tmp_path: Path) -> Iterator[PipelineUnderTest
 
 @pytest.fixture(scope="module")
 def untouched(source_server: PostgresServer, target_server: PostgresServer) -> Iterator[Databases]:
-    """A pair of databases for all that is refused: what is refused changes nothing."""
+    """Return a pair of databases for all refusals: what is refused changes nothing."""
     name = f"refused{os.getpid()}"
     for server in (source_server, target_server):
         create_database(server, name)
@@ -51,7 +51,7 @@ def untouched(source_server: PostgresServer, target_server: PostgresServer) -> I
 
 
 def footprint(pipeline: PipelineUnderTest) -> dict[str, Any]:
-    """Everything that a command may have made, on both sides and in the state."""
+    """Return everything that a command may have created, on both sides and in the state."""
     tables = "SELECT schemaname, tablename FROM pg_tables WHERE schemaname !~ '^(pg_|information_schema)' ORDER BY 1, 2"
     schemas = "SELECT nspname FROM pg_namespace WHERE nspname !~ '^pg_(toast_)?temp' ORDER BY 1"
     return {
@@ -66,24 +66,52 @@ def footprint(pipeline: PipelineUnderTest) -> dict[str, Any]:
     }
 
 
-class Refusals:
-    """Runs commands in this process and checks how they fail."""
+def assert_says_little(ended: Outcome) -> None:
+    """Check that the output of Spark and its Python workers went to a file, which the command has named."""
+    lines = [line for line in ended.stderr.splitlines() if not line.startswith(("snapshot ", "stream "))]
+    assert len(lines) == 1, ended.stderr
+    path = Path(lines[0].rpartition(" ")[2])
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+class CommandLine:
+    """Runs commands in this process, with what they print."""
 
     def __init__(self, pipeline: PipelineUnderTest, capsys: pytest.CaptureFixture[str]) -> None:
         self.pipeline = pipeline
         self._capsys = capsys
 
     def main(self, command: str, *options: str) -> tuple[int, str, str]:
-        """Exit code and output of a command."""
+        """Return exit code and output of a command."""
         self._capsys.readouterr()
         code = cli.main([command, "--pipeline", str(self.pipeline.file), *options])
         return code, *self._capsys.readouterr()
 
+    def run(self, command: str, *options: str, code: int = 0) -> str:
+        """Run a command, check its exit code, and return its output."""
+        found, out, err = self.main(command, *options)
+        assert found == code, f"{command} {options}: {out[-2000:]}\n{err[-4000:]}"
+        return out
+
+    def json(self, command: str, *options: str, code: int = 0) -> Any:
+        """Run a command with ``--json``, and return its object."""
+        return json.loads(self.run(command, *options, "--json", code=code))
+
+
+@pytest.fixture
+def command_line(pipeline: PipelineUnderTest, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    """Return the commands of that pipeline."""
+    return CommandLine(pipeline, capsys)
+
+
+class Refusals(CommandLine):
+    """Runs commands and checks how they fail."""
+
     def check(self, code: int, kind: str, message: str, *options: str, solution: str = "", command: str = "run") -> str:
-        """The command fails as told, for people and for programs, and without a secret; its message is returned."""
+        """Check that the command fails with this error, for people and programs, without a secret; return the text."""
         found, out, err = self.main(command, *options)
         assert found == code, (found, out, err)
-        assert out == "" or command == "preflight"  # which says what it found before
+        assert out == "" or command == "preflight"  # it reports its findings first
         assert message in err, err
         assert "Traceback" not in err
         assert SECRET not in err
@@ -106,7 +134,7 @@ class Refusals:
 
 @pytest.fixture
 def refusals(untouched: Databases, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Refusals]:
-    """The checks; that nothing has changed on either side is checked at the end."""
+    """Return the checks; at the end, check that nothing has changed on either side."""
     pipeline = PipelineUnderTest(tmp_path, untouched, ["public.t"])
     before = footprint(pipeline)
     yield Refusals(pipeline, capsys)

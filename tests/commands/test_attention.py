@@ -1,4 +1,4 @@
-"""What ``status`` says of a pipeline that does not go on by itself, and of one that is about to begin."""
+"""The report of ``status`` on a pipeline that does not continue automatically, and on one that is about to start."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DEAD = Owner("elsewhere", 7, 7)
 
 @pytest.fixture
 def pipeline(databases: Databases, tmp_path: Path) -> PipelineUnderTest:
-    """A pipeline that has not been provisioned."""
+    """Return a pipeline that has not been provisioned."""
     under_test = PipelineUnderTest(tmp_path, databases, ["public.t"])
     under_test.source(TABLE, "INSERT INTO public.t SELECT n FROM generate_series(1, 20) n")
     return under_test
@@ -48,7 +48,7 @@ def pipeline(databases: Databases, tmp_path: Path) -> PipelineUnderTest:
 
 @pytest.fixture
 def stopped(pipeline: PipelineUnderTest) -> PipelineUnderTest:
-    """A pipeline whose last run has ended well."""
+    """Return a pipeline whose last run has succeeded."""
     pipeline.provision()
     pipeline.copy()
     pipeline.apply()
@@ -56,20 +56,20 @@ def stopped(pipeline: PipelineUnderTest) -> PipelineUnderTest:
 
 
 def status(pipeline: PipelineUnderTest) -> tuple[str, str | None]:
-    """The state, and the kind of what needs attention."""
+    """Return the state, and the kind of problem that needs attention."""
     found = commands.status(pipeline.pipeline)
     return found["state"], found["attention"] and found["attention"]["kind"]
 
 
 def main(pipeline: PipelineUnderTest, capsys: pytest.CaptureFixture[str], command: str, *options: str) -> Any:
-    """Exit code and output of a command."""
+    """Return exit code and output of a command."""
     capsys.readouterr()
     code = cli.main([command, "--pipeline", str(pipeline.file), *options])
     return code, *capsys.readouterr()
 
 
 def test_a_slot_that_is_gone(stopped: PipelineUnderTest, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is said by status and preflight before anybody starts, with the command and the Dag that repair it."""
+    """Before a stream is started, status and preflight report it, with the command and the Dag that repair it."""
     assert status(stopped) == ("stopped", None)
     assert main(stopped, capsys, "status")[0] == 0
     slot = stopped.pipeline.source.slot
@@ -98,7 +98,7 @@ def test_a_copy_that_is_complete_needs_no_slot(stopped: PipelineUnderTest) -> No
 
 
 def test_errors_of_commands(stopped: PipelineUnderTest) -> None:
-    """Each is shown until the command works, or a new run has begun; what is refused at once touches nothing."""
+    """Each is shown until the command succeeds, or a new run has started; a command refused at once changes nothing."""
     state = State(stopped.pipeline.state)
     stopped.change(source={"tables": ["public.t", "public.u"]})
     for command in (commands.preflight, commands.provision):
@@ -110,11 +110,11 @@ def test_errors_of_commands(stopped: PipelineUnderTest) -> None:
         assert status(stopped) == ("needs attention", "UnknownTable")
     assert [error["part"] for error in read_history(state)["errors"]] == ["preflight", "provision"]
     stopped.change(source={"tables": ["public.t"]})
-    commands.preflight(stopped.pipeline)  # says nothing of provisioning
+    commands.preflight(stopped.pipeline)  # it reports nothing about provisioning
     assert status(stopped) == ("needs attention", "UnknownTable")
     commands.provision(stopped.pipeline)
     assert status(stopped) == ("stopped", None)
-    with pytest.raises(ConfigError):  # which is no trouble of the pipeline's
+    with pytest.raises(ConfigError):  # it is no problem of the pipeline
         commands.resnapshot(stopped.pipeline, tables=["public.u"])
     assert status(stopped) == ("stopped", None)
 
@@ -127,7 +127,7 @@ def test_an_error_before_there_is_a_state_leaves_none(pipeline: PipelineUnderTes
 
 
 def test_an_error_of_two_parts_is_one(stopped: PipelineUnderTest) -> None:
-    """What ends a part within a command is not the command's as well."""
+    """The error that ends a part within a command is not reported again for the command."""
     stopped.source(f"SELECT pg_drop_replication_slot('{stopped.pipeline.source.slot}')")
     with pytest.raises(GateClosed):
         commands.resnapshot(stopped.pipeline, tables=["public.t"])
@@ -143,12 +143,12 @@ def test_a_run_that_another_has_overtaken_is_no_trouble(stopped: PipelineUnderTe
 
 
 def beat(part: str, epoch: int, submission: str | None = None, ended: bool = False) -> Heartbeat:
-    """A heartbeat of a job that does not live any more."""
+    """Return a heartbeat of a job that is no longer alive."""
     return Heartbeat(DEAD, part, epoch, time.time() - 3600, ended, {}, submission)
 
 
 def test_a_job_that_ended_without_a_word(stopped: PipelineUnderTest) -> None:
-    """Killed, or lost with its host; not one of whose end somebody has asked."""
+    """It was killed, or lost with its host; jobs that were asked to end do not count."""
     state, epoch = State(stopped.pipeline.state), stopped.record.epoch + 1
     write_heartbeat(state, beat("stream", epoch))
     assert status(stopped) == ("needs attention", "JobLost")
@@ -159,7 +159,7 @@ def test_a_job_that_ended_without_a_word(stopped: PipelineUnderTest) -> None:
 
 
 def test_a_submission_before_its_first_heartbeat(stopped: PipelineUnderTest) -> None:
-    """The pipeline is neither stopped nor in trouble then, whatever the last run has left, and not for ever."""
+    """Then the pipeline is neither stopped nor in trouble, whatever the last run left; but this has a time limit."""
     state = State(stopped.pipeline.state)
     record_error(state, "stream", StreamFailed("broke", "Start again."))
     submitted = Submission.new(stopped.name, "stream", [])
@@ -173,7 +173,7 @@ def test_a_submission_before_its_first_heartbeat(stopped: PipelineUnderTest) -> 
     assert status(stopped) == ("needs attention", "StreamFailed")
     write(state, submitted)
     write_heartbeat(state, beat("stream", stopped.record.epoch + 1, submitted.id, ended=True))
-    assert status(stopped)[0] == "needs attention"  # it has been heard
+    assert status(stopped)[0] == "needs attention"  # it has been reported
 
 
 def test_a_submission_that_failed_before_its_first_heartbeat(stopped: PipelineUnderTest) -> None:
@@ -181,7 +181,7 @@ def test_a_submission_that_failed_before_its_first_heartbeat(stopped: PipelineUn
     submitted = Submission.new(stopped.name, "stream", [])
     write(state, dataclasses.replace(submitted, ended_at=time.time(), error=as_outcome(failed)))
     assert status(stopped) == ("needs attention", "CdcError")
-    stopped.apply()  # something has worked since
+    stopped.apply()  # another job has worked since
     assert status(stopped) == ("stopped", None)
 
 
@@ -197,11 +197,11 @@ def test_one_decimal(stopped: PipelineUnderTest, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("number", "advice"),
     [
-        (errno.ENOSPC, "Make room"),
+        (errno.ENOSPC, "Free space"),
         (errno.EDQUOT, "quota"),
-        (errno.EACCES, "Let this user write"),
+        (errno.EACCES, "Allow this user to write"),
         (errno.EROFS, "not mounted read-only"),
-        (errno.EIO, "a state location that this user can write"),
+        (errno.EIO, "a location that this user can write"),
     ],
     ids=lambda value: errno.errorcode.get(value, ""),
 )
@@ -219,7 +219,7 @@ def test_a_full_disk_is_told_from_missing_permissions(
 
 
 def test_a_run_that_starts_spark(stopped: PipelineUnderTest) -> None:
-    """It has no heartbeat yet, as it has no epoch; it can be asked to stop all the same."""
+    """It has no heartbeat yet, because it has no epoch, but can still be asked to stop."""
     state = State(stopped.pipeline.state)
     with announced(state, "stream"):
         assert status(stopped) == ("starting", None)
@@ -233,7 +233,7 @@ def test_a_run_that_starts_spark(stopped: PipelineUnderTest) -> None:
 
 
 def test_an_announcement_counts_as_a_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a job on a cluster, for which nobody else can speak."""
+    """On a cluster, no other process can answer for the job."""
     state = State(f"file://{tmp_path}")
     submitted = dataclasses.replace(Submission.new("shop", "stream", []), cluster=True)
     write(state, submitted)

@@ -1,7 +1,7 @@
-"""The command line when something is wrong: exit codes, and what is said.
+"""The command line in case of errors: exit codes and messages.
 
-What is refused is refused before anything is touched; so every refusal here is followed by a look at both sides. They
-run in this process, through the function behind the command.
+Refusals happen before anything is changed, so each of these tests also checks both sides afterwards. The commands run
+in this process, through the function of the command line.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def test_options_that_the_parser_refuses(refusals: Refusals) -> None:
 
 
 def test_the_commands_come_without_what_only_reads_need() -> None:
-    """Each command, and each process of Spark that imports the engine, would pay for pandas and what comes with it."""
+    """Otherwise each command, and each process of Spark with the engine, would load pandas and its dependencies."""
     loading = (
         "import sys; from airflow_cdc_provider.engine.commands import cli;"
         "print({'pandas', 'adbc_driver_postgresql'} & set(sys.modules))"
@@ -148,7 +148,7 @@ def test_no_free_slot(make_server: ServerMaker, refusals: Refusals) -> None:
 
 @pytest.fixture
 def role(untouched: Databases) -> Iterator[str]:
-    """A role of the source that may log in and nothing else."""
+    """Return a role of the source that can only log in."""
     name = f"clerk{os.getpid()}"
     execute(untouched.source, f"CREATE ROLE {name} LOGIN")
     yield name
@@ -188,6 +188,7 @@ def test_a_target_table_with_rows_of_others(pipeline: PipelineUnderTest, capsys:
     assert pipeline.target_rows("TABLE public.t") == [(1, "theirs")]
 
 
+@pytest.mark.lengthy
 def test_commands_that_need_a_provisioned_pipeline(refusals: Refusals) -> None:
     for command, *options in (["snapshot"], ["stream"], ["verify"], ["resnapshot", "--all"]):
         refusals.check(3, "GateClosed", "no commit record", *options, solution="airflow-cdc provision", command=command)
@@ -202,7 +203,7 @@ def test_a_slot_of_others(pipeline: PipelineUnderTest, capsys: pytest.CaptureFix
 
 def test_a_second_writer(pipeline: PipelineUnderTest, capsys: pytest.CaptureFixture[str]) -> None:
     provisioned = pipeline.provision()
-    # The heart of another process beats: that of the one which started this, which is certainly alive.
+    # The heartbeat is that of another process: the parent of this one, which is certainly alive.
     pid = os.getppid()
     started = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     other = Owner(Owner.this().host, pid, int(started))

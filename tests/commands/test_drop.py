@@ -1,4 +1,4 @@
-"""``drop`` where the source does not answer; what it does elsewhere is told by the tests of the parts it removes."""
+"""``drop`` if the source does not answer; the tests of the parts cover what it removes otherwise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.pipelines import PipelineUnderTest
 def test_a_source_that_is_gone(
     databases: Databases, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A slot is left behind only if that is wanted, and not in silence: its server may come back."""
+    """A slot is left behind only on request, and with a message, because its server may come back."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"])
     pipeline.source("CREATE TABLE public.t (id int PRIMARY KEY)")
     pipeline.provision()
@@ -33,7 +33,7 @@ def test_a_source_that_is_gone(
     assert cli.main([*drop, "--source-gone"]) == 0
     left = json.loads(capsys.readouterr().out)["left"]
     assert len(left) == 2
-    # Not its text: once Spark has logged in this process, its loggers give the handler a format of their own, JSON.
+    # Not its text: once Spark has logged in this process, its loggers set the handler's format to JSON.
     said = "\n".join(caplog.messages)
     assert "the slot keeps its log UNTIL ITS DISK IS FULL" in said
     assert all(f"{statement};" in said for statement in left)

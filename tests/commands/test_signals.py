@@ -1,7 +1,8 @@
-"""Signals at all moments of commands, to the process alone and to its group, as terminals and service managers send.
+"""Signals at all moments of commands, to the process alone and to its group, as terminals and service managers send
+them.
 
-What can be stopped ends with exit code 0, everything else says in a sentence that it was interrupted; nobody sees a
-traceback, programs get one object, and nothing is left running.
+A command that can be stopped ends with exit code 0; every other one reports in a sentence that it was interrupted. No
+user sees a traceback, programs get one object, and nothing is left running.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 
@@ -22,6 +24,7 @@ from airflow_cdc_provider.engine.core import signals
 from airflow_cdc_provider.engine.core.signals import SignalCame
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.state.files import State
+from tests.commands.command_line import assert_says_little
 from tests.conftest import Databases
 from tests.support.databases import transaction
 from tests.support.patience import SECONDS
@@ -35,7 +38,7 @@ SHAPES = {"stream": "caught_up", "snapshot": "finished", "run": "snapshot"}
 
 @pytest.fixture(autouse=True)
 def _heed_signals() -> Iterator[None]:
-    """Let signals end what is started, also where the tests themselves were started to ignore them, as by ``nohup``."""
+    """Let signals end child processes, even if the tests themselves were started to ignore them, as by ``nohup``."""
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
     before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
@@ -45,7 +48,7 @@ def _heed_signals() -> Iterator[None]:
 
 @pytest.fixture
 def pipeline(databases: Databases, tmp_path: Path) -> Iterator[PipelineUnderTest]:
-    """A pipeline of one table, not provisioned."""
+    """Return a pipeline of one table, not provisioned."""
     under_test = PipelineUnderTest(tmp_path, databases, ["public.t"])
     under_test.source(TABLE, ROWS)
     yield under_test
@@ -53,7 +56,7 @@ def pipeline(databases: Databases, tmp_path: Path) -> Iterator[PipelineUnderTest
 
 
 def send(command: Command, number: signal.Signals, to_group: bool) -> Outcome:
-    """Send a signal, and wait for the end: well told, and complete."""
+    """Send a signal, wait for the end, and check that the report is complete."""
     (os.killpg if to_group else os.kill)(command.process.pid, number)
     ended = command.wait()
     assert "Traceback" not in ended.stderr, ended.stderr
@@ -63,7 +66,7 @@ def send(command: Command, number: signal.Signals, to_group: bool) -> Outcome:
 
 
 def check(name: str, ended: Outcome, number: signal.Signals) -> None:
-    """Check what a command says that a signal has ended."""
+    """Check the report of a command that a signal has ended."""
     if name in SHAPES:
         assert ended.code == 0, ended.stderr
         assert SHAPES[name] in ended.json
@@ -74,7 +77,7 @@ def check(name: str, ended: Outcome, number: signal.Signals) -> None:
 
 
 def listens(command: Command) -> bool:
-    """Whether the command has come so far that it catches SIGHUP, which Python does not by itself."""
+    """Return whether the command has started to catch SIGHUP, which Python does not do by default."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{command.process.pid}/status").read_text().splitlines():
             if line.startswith("SigCgt"):
@@ -97,27 +100,25 @@ def test_while_modules_are_imported(pipeline: PipelineUnderTest, number: signal.
     assert not pipeline.state.exists()
 
 
-def waits(pipeline: PipelineUnderTest, where: str, kind: str) -> Callable[[], bool]:
-    """Tells whether a session of the pipeline's role waits for another one's lock or transaction."""
+@contextmanager
+def waits(pipeline: PipelineUnderTest, where: str, kind: str) -> Iterator[Callable[[], bool]]:
+    """Provide a function that returns whether a session of the pipeline's role waits for another one."""
     dsn = getattr(pipeline.databases, where)
     query = (
         "SELECT count(*) FROM pg_stat_activity WHERE usename = 'cdc' AND datname = current_database()"
         f" AND wait_event_type = 'Lock' AND wait_event = '{kind}'"
     )
-
-    def found() -> bool:
-        with psycopg.connect(dsn) as connection:
-            return connection.execute(query.encode()).fetchone() != (0,)
-
-    return found
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        yield lambda: connection.execute(query.encode()).fetchone() != (0,)
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: str(number.name))
 def test_while_a_server_is_waited_for(pipeline: PipelineUnderTest, number: signal.Signals) -> None:
-    """Provisioning waits for older transactions, and verify for a lock: in calls that signals do not interrupt."""
+    """Provisioning waits for older transactions, and verify for a lock, in calls that signals do not interrupt."""
     with transaction(pipeline.databases.source, "SELECT pg_current_xact_id()"):
         command = pipeline.start("provision", "--json")
-        command.until(waits(pipeline, "source", "transactionid"), "the wait for an older transaction")
+        with waits(pipeline, "source", "transactionid") as waiting:
+            command.until(waiting, "the wait for an older transaction")
         check("provision", send(command, number, to_group=number is signal.SIGINT), number)
     slots = f"SELECT count(*) FROM pg_replication_slots WHERE slot_name = '{pipeline.pipeline.source.slot}'"
     assert await_condition(lambda: pipeline.source_rows(slots) == [(0,)], SECONDS)
@@ -125,19 +126,20 @@ def test_while_a_server_is_waited_for(pipeline: PipelineUnderTest, number: signa
     pipeline.copy()
     with transaction(pipeline.databases.target, "LOCK TABLE public.t IN ACCESS EXCLUSIVE MODE"):
         command = pipeline.start("verify", "--json")
-        command.until(waits(pipeline, "target", "relation"), "the wait for a lock")
+        with waits(pipeline, "target", "relation") as waiting:
+            command.until(waiting, "the wait for a lock")
         check("verify", send(command, number, to_group=number is signal.SIGINT), number)
 
 
 def spark_log(command: Command) -> Callable[[], bool]:
-    """Tells whether the command has started Spark's JVM."""
+    """Return a function that returns whether the command has started Spark's JVM."""
     folder = Path(os.environ["XDG_STATE_HOME"]) / "airflow-cdc" / "logs"
     return lambda: any(folder.glob(f"*-{command.process.pid}.log"))
 
 
 @pytest.mark.spark
 def test_while_spark_starts_and_while_it_works(pipeline: PipelineUnderTest) -> None:
-    """The group has Spark's JVM in it, which leaves to the driver how to end."""
+    """The group includes Spark's JVM, which leaves the end to the driver."""
     command = pipeline.start("run", "--json")
     command.until(spark_log(command), "the start of Spark")
     check("run", send(command, signal.SIGINT, to_group=True), signal.SIGINT)
@@ -148,6 +150,7 @@ def test_while_spark_starts_and_while_it_works(pipeline: PipelineUnderTest) -> N
     ended = send(command, signal.SIGHUP, to_group=True)
     assert ended.code == 0, ended.stderr
     assert "100 rows copied" in ended.stdout
+    assert_says_little(ended)
 
     stream = pipeline.start("stream", "--json")
     pipeline.source("INSERT INTO public.t VALUES (1000)")
@@ -158,18 +161,8 @@ def test_while_spark_starts_and_while_it_works(pipeline: PipelineUnderTest) -> N
     assert pipeline.json("status")["state"] == "stopped"
 
 
-@pytest.mark.spark
-def test_a_run_that_goes_well_says_little(pipeline: PipelineUnderTest) -> None:
-    """What Spark and its Python workers say goes to a file, which is named."""
-    ended = pipeline.run("run")
-    lines = [line for line in ended.stderr.splitlines() if not line.startswith(("snapshot ", "stream "))]
-    assert len(lines) == 1, ended.stderr
-    path = Path(lines[0].rpartition(" ")[2])
-    assert path.stat().st_mode & 0o777 == 0o600
-
-
 def test_signals_that_were_ignored_stay_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ``nohup`` asks, and shells for what runs in the background."""
+    """``nohup`` requests this, and so do shells for background jobs."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with signals.listening(lambda name: 1):
@@ -199,7 +192,7 @@ def test_what_has_no_unit_is_broken_off() -> None:
     called: list[bool] = []
     with signals.listening(lambda name: 1):
         signals.arm()
-        signals.when_broken_off(lambda: called.append(True))
+        signals.on_interrupt(lambda: called.append(True))
         with pytest.raises(SignalCame, match="SIGINT"):
             signal.raise_signal(signal.SIGINT)
     assert called == [True]
@@ -233,7 +226,7 @@ def test_a_signal_before_anything_can_be_told_is_kept() -> None:
 
 
 def test_a_signal_where_exceptions_are_ignored_comes_again() -> None:
-    """Python ignores what is raised in a finalizer, or in a callback at a fork."""
+    """Python ignores exceptions in a finalizer, or in a callback at a fork."""
 
     class Finalized:
         def __del__(self) -> None:

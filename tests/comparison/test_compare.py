@@ -197,7 +197,7 @@ def test_a_failure_on_one_side_ends_the_other(session: Session) -> None:
 
 
 def test_a_side_that_begins_late_is_broken_off_too() -> None:
-    """The other has failed before, and what was broken off then had not begun."""
+    """The other side has failed before the canceled side had started."""
     told, begun, broken_off = threading.Event(), threading.Event(), threading.Event()
 
     def cancel() -> None:
@@ -242,7 +242,7 @@ def test_a_difference_must_last_two_rounds(two_rows: Session) -> None:
     result = two_rows.compare(live=live)
     assert found(result) == {("different", "1"), ("missing", "2"), ("extra", "3")}
     assert (result.source_rows, result.target_rows, result.unsettled) == (2, 2, 0)
-    assert len(live.asked) == 3  # to begin with, and once a round
+    assert len(live.asked) == 3  # at the start, and once per round
     assert live.asked == sorted(live.asked)
 
     # Seen in the first round, gone in the second.
@@ -253,7 +253,7 @@ def test_a_difference_must_last_two_rounds(two_rows: Session) -> None:
 
 
 def test_a_change_there_and_back_is_no_rest(two_rows: Session) -> None:
-    """The source shows v = 0 at every read, and the target always the 1 of in between."""
+    """The source shows v = 0 at every read, and the target always the 1 in between."""
     rows(two_rows.target, "UPDATE public.t SET v = 1 WHERE id = 1")
 
     def flip() -> None:
@@ -273,7 +273,7 @@ def test_a_stalled_stream_fails(two_rows: Session) -> None:
 
 @dataclass
 class Subscription:
-    """Postgres's own logical replication as the stream."""
+    """Postgres's own logical replication in the role of the stream."""
 
     source: Connection
     name: str
@@ -303,7 +303,7 @@ def subscribed(session: Session, databases: Databases) -> Iterator[Subscription]
 
 @contextmanager
 def writing(dsn: str) -> Iterator[list[int]]:
-    """Change rows 1 to 300 as fast as one session can; gives the number of transactions."""
+    """Change rows 1 to 300 as fast as one session can, and yield the number of transactions."""
     stop = threading.Event()
     transactions = [0]
 

@@ -1,4 +1,4 @@
-"""The comparison of a source and the changelog of it, folded."""
+"""The comparison of a source with the folded changelog of it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CREATE TABLE public.t (
 
 @dataclass
 class Log:
-    """Writes the source's table, and what a changelog says of it."""
+    """Writes the source's table and the changelog of it."""
 
     session: Session
     lsn: int = 100
@@ -124,7 +124,7 @@ def test_a_lagging_changelog_settles(log: Log) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_changelogs(log: Log, seed: int) -> None:
-    """Whatever happened, the folded log is the table; and a value changed by nobody is found wherever it is known."""
+    """In every history, the folded log equals the table, and a tampered value is found wherever it is known."""
     draw = random.Random(seed)
     table: dict[tuple[int, str], tuple[str, str]] = {}
     unknown: set[tuple[int, str]] = set()

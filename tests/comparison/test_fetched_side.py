@@ -1,4 +1,4 @@
-"""The comparison with a target of which only the rows can be had, against the one that both servers compute."""
+"""The comparison with a target that only returns rows, against the comparison that both servers compute."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from airflow_cdc_provider.engine.comparison import compare as comparison
 from airflow_cdc_provider.engine.comparison.compare import TableResult
 from airflow_cdc_provider.engine.comparison.fetched_side import row_sides
 from airflow_cdc_provider.engine.comparison.hash_sums import add_up, first_hash, hashes_of
-from airflow_cdc_provider.engine.comparison.side import Key
+from airflow_cdc_provider.engine.comparison.side import RowKey
 from airflow_cdc_provider.engine.core.record import Mode, Target
 from airflow_cdc_provider.engine.postgres.array_text import array_elements, array_texts
 from airflow_cdc_provider.engine.postgres.column_text import text_of
@@ -37,9 +37,9 @@ EVENTS = """
 
 
 def fetched(
-    session: Session, extra: Sequence[str], target: Target, keys: Sequence[Key] | None
+    session: Session, extra: Sequence[str], target: Target, keys: Sequence[RowKey] | None
 ) -> Iterator[pa.RecordBatch]:
-    """A target's rows as a sink gives them, in batches of two; all of them, as sinks may for a changelog."""
+    """Return a target's rows like a sink does, in batches of two; all of them, as sinks may do for a changelog."""
     columns = [text_of(column) for column in target.table.columns] + [
         sql.SQL("{}::text").format(sql.Identifier(name)) for name in extra
     ]

@@ -1,4 +1,4 @@
-"""Two servers that are compared while something happens between two looks."""
+"""Two servers that are compared while changes happen between two checks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def session(databases: Databases) -> Iterator[Session]:
 
 @dataclass
 class Scripted:
-    """A stream whose every step is written by the test."""
+    """A stream whose every step the test defines."""
 
     step: Callable[[], object]
     answer: bool = True

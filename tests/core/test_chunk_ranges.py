@@ -1,4 +1,4 @@
-"""Groups of chunks: how many, of what length, and as the command line has them."""
+"""Groups of chunks: their number and length, and their form on the command line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from airflow_cdc_provider.engine.core.errors import ConfigError
 
 
 def chunks(**tables: int) -> list[dict[str, Any]]:
-    """Unfinished chunks of a hundred keys each."""
+    """Return unfinished chunks of a hundred keys each."""
     return [
         {
             "table": table,
@@ -51,7 +51,7 @@ def test_any_number_of_chunks_is_a_few_groups_of_a_bearable_length() -> None:
     assert group["chunks"] == [["t", 0, 10_000]]
     many = plan_groups(chunks(**{f"schema.a_table_of_the_source_{n}": 1 for n in range(10_001)}), 2)
     assert 3 < len(many) < 21
-    # A table of very many chunks beside many small ones does not let all of these into one group.
+    # A table of very many chunks does not force many small tables into one group.
     uneven = plan_groups(chunks(**{f"schema.a_table_{n}_of_many": 1 for n in range(3000)}, t=200_000), 2)
     assert max(len(json.dumps(group["chunks"])) for group in uneven) < 100_000
     assert sum(len(group["chunks"]) for group in many) == 10_001

@@ -1,4 +1,4 @@
-"""The parts of the demo that need no servers; the demo itself is run by continuous integration."""
+"""The parts of the demo that need no servers; continuous integration runs the demo itself."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_line_tells_what_is_at_work_and_what_it_costs() -> None:
 def test_a_task_that_waits_is_told_from_one_that_works() -> None:
     tasks = [task("snapshot", "up_for_retry", 0), task("snapshot", "queued", 1), task("plan", "failed")]
 
-    assert ShopMoment(NEW, "running", tasks, 0).activity == "snapshot (to be tried again), snapshot (queued)"
+    assert ShopMoment(NEW, "running", tasks, 0).activity == "snapshot (waiting for a retry), snapshot (queued)"
 
 
 @pytest.mark.parametrize(
@@ -204,4 +204,4 @@ def test_only_the_shop_is_copied_to_a_choice_of_stores(pipeline: str, capsys: py
         main(["--pipeline", pipeline, "--sink", "mysql"])
 
     assert ended.value.code == 2
-    assert f"--sink is for the shop: what {pipeline} writes to" in capsys.readouterr().err
+    assert f"--sink applies only to the shop; the name {pipeline}" in capsys.readouterr().err

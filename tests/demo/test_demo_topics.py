@@ -1,4 +1,4 @@
-"""The demos of topics: what they expect of a topic, and what they take for a failure; a broker where one is needed."""
+"""The demos of topics: the windows that they expect, and what they consider a failure; a broker where one is needed."""
 
 from __future__ import annotations
 
@@ -187,10 +187,10 @@ def test_the_summary_shows_both_comparisons() -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"found": ROWS - Counter([("a", at(0), 3)])}, "1 rows: a, 10:00:00, 3 is not in the target"),
-        ({"found": ROWS + Counter([("b", at(2), 4)])}, "1 rows: b, 10:00:02, 4 is in the target, as it should not"),
+        ({"found": ROWS - Counter([("a", at(0), 3)])}, "1 rows: a, 10:00:00, 3 is missing in the target"),
+        ({"found": ROWS + Counter([("b", at(2), 4)])}, "1 rows: b, 10:00:02, 4 is in the target but not expected"),
         ({"expected": Counter(), "found": Counter()}, "no window"),
-        ({"unreadable": Unreadable("dead", 12, kept=False)}, "dead has others"),
+        ({"unreadable": Unreadable("dead", 12, kept=False)}, "dead does not contain exactly"),
         ({"verified": {**VERIFIED, "tables": [{"table": "clicks.sums", "equal": False}]}}, "differ in clicks.sums"),
         ({"verified": {**VERIFIED, "tables": []}}, "not compared: all"),
         ({"end": replace(OUTCOME.end, run="failed")}, "ended as failed"),

@@ -1,4 +1,4 @@
-"""Jars that Spark's resolver fetches for the demo, the tests and the benchmarks are those whose sums are known."""
+"""Jars that Spark's resolver fetches for the demo, the tests and the benchmarks must match their checksums."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from local_servers.kafka import PACKAGE as KAFKA
 
 @pytest.fixture
 def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A jar whose sum is known, in a folder as the resolver leaves it."""
+    """Return a jar with a known checksum, in a folder like the resolver's."""
     jar = tmp_path / ".ivy2.5.2" / "jars" / "g_a-1.jar"
     jar.parent.mkdir(parents=True)
     jar.write_bytes(b"right")
@@ -44,7 +44,7 @@ def test_what_is_resolved_is_checked(tmp_path: Path, one: Path, monkeypatch: pyt
     one.unlink()
     monkeypatch.setattr(jars, "_resolve", lambda package, home: one.write_bytes(b"wrong"))
     for _ in range(2):
-        with pytest.raises(JarsMissing, match=r"g_a-1\.jar is not the jar whose sum"):
+        with pytest.raises(JarsMissing, match=r"g_a-1\.jar does not match its checksum"):
             fetch("g:a:1", tmp_path)
     monkeypatch.setattr(jars, "_resolve", lambda package, home: one.write_bytes(b"right"))
     assert fetch("g:a:1", tmp_path) == [one]

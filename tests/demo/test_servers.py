@@ -23,7 +23,7 @@ from tests.conftest import Databases, ServerMaker
 
 
 def scalar(dsn: str, query: str) -> object:
-    """The single value that ``query`` returns."""
+    """Return the single value that ``query`` yields."""
     with psycopg.connect(dsn) as connection:
         row = connection.execute(query).fetchone()
     assert row is not None
@@ -157,6 +157,7 @@ def test_a_closed_directory_is_refused_for_data_and_copied_for_binaries(server_d
         assert scalar(server.dsn(), "SELECT 1") == 1
 
 
+@pytest.mark.lengthy
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_a_plain_user_runs_a_server_as_himself(server_directory: Path) -> None:
     account = Account.choose()
@@ -226,7 +227,7 @@ def test_the_databases_of_an_earlier_test_left_nothing(source_server: PostgresSe
 
 
 def fill_shop(dsn: str) -> int:
-    """The shop at a hundredth of its size."""
+    """Fill the shop at a hundredth of its size."""
     with psycopg.connect(dsn) as connection:
         shop.create_schema(connection)
     return shop.load(dsn, scale=0.01)
@@ -250,7 +251,7 @@ def test_what_has_the_mark_ends_with_us_wherever_it_is(tmp_path: Path) -> None:
     )
     guard = start_guard(-marked.pid, signals=(), mark=mark)
     assert guard.stdin is not None
-    guard.stdin.close()  # as our death does
+    guard.stdin.close()  # like the death of this process
 
     assert marked.wait(60) == -signal.SIGKILL
     assert guard.wait(60) is not None

@@ -1,4 +1,4 @@
-"""``make up``: an Airflow in which the pipeline runs when somebody triggers it, and which leaves nothing behind."""
+"""``make up``: an Airflow in which users trigger the pipeline, and which leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MARK = "CDC_TEST_UP"
 
 
 def family(mark: str) -> dict[int, str]:
-    """What was started with a mark in its environment, which Postgres' own titles overwrite except in one process."""
+    """Return the processes with a mark in their environment; titles overwrite it in all but one process of Postgres."""
     found = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -45,7 +45,7 @@ def test_it_runs_the_pipeline_until_it_is_interrupted(tmp_path: Path) -> None:
         said = dict(re.findall(r"(?m)^(Airflow|source|pipeline) +(\S+)", file.read_text()))
         client = AirflowClient(said["Airflow"])
         assert client.call("GET", "/connections/shop_source")["conn_type"] == "postgres_cdc"
-        client.trigger(DAG)  # with what its form proposes
+        client.trigger(DAG)  # with the defaults of its form
         assert await_condition(lambda: "engine/job.py" in str(family(mark)), SECONDS, 0.5), file.read_text()
         started = family(mark)
         assert sum("/bin/postgres -D" in line for line in started.values()) == 2, started

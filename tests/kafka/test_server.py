@@ -42,7 +42,7 @@ def values(brokers: str, topic: str, **conf: Any) -> list[bytes | None]:
 
 
 def awaited(brokers: str, topic: str, expected: list[bytes], **conf: Any) -> bool:
-    """Whether a topic comes to have just these values."""
+    """Return whether a topic gets exactly these values in time."""
     return await_condition(lambda: values(brokers, topic, **conf) == expected, SECONDS)
 
 
@@ -104,27 +104,14 @@ def test_a_topic_is_not_made_by_who_asks_for_it(kafka: KafkaServer) -> None:
     assert "mistyped" not in client.list_topics(timeout=SECONDS).topics
 
 
-def test_a_server_that_is_removed_leaves_nothing(server_directory: Path) -> None:
-    with make_broker(server_directory / "gone", {"transaction.max.timeout.ms": "4000"}) as server:
+def test_access_settings_and_removal_of_a_server(server_directory: Path) -> None:
+    with make_broker(server_directory / "own", {"transaction.max.timeout.ms": "70000"}, USER) as server:
         assert server._process is not None
         process = server._process.pid
-        with pytest.raises(KafkaException) as caught:
-            transactional(server.brokers, "patient", transaction_timeout_ms="5000")
-        assert caught.value.args[0].code() == KafkaError.INVALID_TRANSACTION_TIMEOUT
-        server.start()
-        assert server._process.pid == process
-        server.stop()
-        assert not server.running
-        assert not psutil.pid_exists(process)
 
-    assert not server.directory.exists()
-
-
-def test_who_logs_in_may_do_what_is_granted(server_directory: Path) -> None:
-    with make_broker(server_directory / "login", login=USER) as server:
+        # Access.
         create_topic(server.brokers, "granted")
         write(server.brokers, "granted", b"1")
-
         assert refused(server, f"{USER.password} ")
         with pytest.raises(AssertionError, match="TOPIC_AUTHORIZATION_FAILED"):
             values(server.login_brokers, "granted", **as_user(USER.password))
@@ -132,9 +119,31 @@ def test_who_logs_in_may_do_what_is_granted(server_directory: Path) -> None:
         grant(server, ResourceType.GROUP, "tests", AclOperation.READ)
         assert awaited(server.login_brokers, "granted", [b"1"], **as_user(USER.password))
 
+        # Its setting.
+        with pytest.raises(KafkaException) as caught:
+            transactional(server.brokers, "patient", transaction_timeout_ms="71000")
+        assert caught.value.args[0].code() == KafkaError.INVALID_TRANSACTION_TIMEOUT
+
+        # Its life.
+        server.start()
+        assert server._process.pid == process
+        server.stop()
+        assert not server.running
+        assert not psutil.pid_exists(process)
+
+        # A start that fails shows the log.
+        with (
+            socket.create_server(("127.0.0.1", server.port)),
+            pytest.raises(ServerError, match="Address already in use"),
+        ):
+            server.start()
+        assert not server.running
+
+    assert not server.directory.exists()
+
 
 def as_user(password: str) -> dict[str, Any]:
-    """Properties, with underscores for dots, of a client that logs in."""
+    """Return properties, with underscores for dots, of a client that logs in."""
     return {
         "security_protocol": "SASL_PLAINTEXT",
         "sasl_mechanism": "PLAIN",
@@ -144,7 +153,7 @@ def as_user(password: str) -> dict[str, Any]:
 
 
 def refused(server: KafkaServer, password: str) -> bool:
-    """Whether the user is not let in with a password."""
+    """Return whether the user is refused with a password."""
     errors: list[KafkaError] = []
     client = AdminClient(properties(server.login_brokers, **as_user(password)) | {"error_cb": errors.append})
 
@@ -158,15 +167,6 @@ def refused(server: KafkaServer, password: str) -> bool:
 def test_a_setting_that_is_wrong_is_named(server_directory: Path) -> None:
     with pytest.raises(ServerError, match=r"Invalid value many for configuration num\.io\.threads"):
         make_broker(server_directory / "wrong", {"num.io.threads": "many"})
-
-
-def test_a_start_that_fails_shows_the_log(server_directory: Path) -> None:
-    server = make_broker(server_directory / "taken")
-    with socket.create_server(("127.0.0.1", server.port)), pytest.raises(ServerError, match="Address already in use"):
-        server.start()
-
-    assert not server.running
-    server.remove()
 
 
 def test_a_used_directory_is_refused(server_directory: Path) -> None:

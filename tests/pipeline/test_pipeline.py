@@ -1,4 +1,4 @@
-"""The pipeline file: what it says, and that everything wrong in it is refused with its path, value and remedy."""
+"""The pipeline file: its contents, and that every error in it is refused with its path, value and remedy."""
 
 from __future__ import annotations
 

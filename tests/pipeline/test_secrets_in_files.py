@@ -1,4 +1,4 @@
-"""What a pipeline file says wrongly is named without showing what may be a password, wherever that stands."""
+"""Errors in a pipeline file are reported without showing values that may be passwords, wherever they occur."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ DOCUMENT = st.builds(
 
 
 def mappings(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Places of all mappings."""
+    """Return the paths of all mappings."""
     if isinstance(value, dict):
         yield path
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -110,7 +110,7 @@ def test_no_error_shows_a_secret_that_stands_anywhere(data: st.DataObject) -> No
         inside = inside[step]
     keys = [*inside, "password", "dsn", "pasword", "conn_id", "table", "strategy", "attempts"]
     key, value = data.draw(st.sampled_from(keys)), data.draw(VALUES)
-    assume(key != "conn_id" or value != SECRET)  # the id of a connection is told, if it may be one
+    assume(key != "conn_id" or value != SECRET)  # the id of a connection is shown, if it may be one
     document = put(document, place, key, value)
     environment = {"AIRFLOW_CONN_DW": "mysql://u:p@h/"}
     for resolve in (True, False):

@@ -1,4 +1,4 @@
-"""Calls that nobody can interrupt: when they are given up, and when not."""
+"""Calls that cannot be interrupted: when they are given up, and when not."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from airflow_cdc_provider.engine.core.errors import StreamFailed
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres import dead_connections
 from airflow_cdc_provider.engine.postgres.connection import connected
-from airflow_cdc_provider.engine.postgres.dead_connections import Calls, find_trouble
+from airflow_cdc_provider.engine.postgres.dead_connections import Calls, find_session_problem
 from tests.conftest import Databases
 
 
 @pytest.fixture
 def mute() -> Iterator[int]:
-    """The port of a server that takes connections and says nothing."""
+    """Return the port of a server that accepts connections but never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
@@ -63,11 +63,13 @@ def test_a_session_may_be_with_any_host_of_a_dsn(databases: Databases) -> None:
     both = here._replace(netloc=f"{there.netloc},{here.netloc.rpartition('@')[2]}", path="/postgres").geturl()
     with connected(here._replace(path="/postgres").geturl()) as session:
         pid = session.info.backend_pid
-        assert find_trouble(both, pid) is None
-    assert await_condition(lambda: find_trouble(both, pid) == "the server does not know it", 60)
+        assert find_session_problem(both, pid) is None
+    assert await_condition(lambda: find_session_problem(both, pid) == "the server does not know it", 60)
 
 
 def test_every_host_of_a_dsn_has_its_port(databases: Databases, mute: int) -> None:
     address = databases.source.rpartition("@")[2]
-    assert find_trouble(f"postgresql://127.0.0.1:{mute},{address}", None) is None
-    assert find_trouble(f"postgresql://127.0.0.1:{mute},127.0.0.1:{mute}/d", None) == "the server does not answer"
+    assert find_session_problem(f"postgresql://127.0.0.1:{mute},{address}", None) is None
+    assert (
+        find_session_problem(f"postgresql://127.0.0.1:{mute},127.0.0.1:{mute}/d", None) == "the server does not answer"
+    )

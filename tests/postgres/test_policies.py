@@ -1,4 +1,4 @@
-"""Sessions that only read cannot be made to write, and row-level security is told as what it is."""
+"""Sessions that only read cannot be made to write, and row-level security is reported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from airflow_cdc_provider.engine.sources.postgres.reading.read_sessions import A
 from tests.conftest import Databases
 from tests.support.pipelines import PipelineUnderTest
 
-# As an owner of a table could put it into a policy, an index or an operator: it runs as the role that reads.
+# An owner of a table could put it into a policy, an index or an operator, which run as the role that reads.
 TRAP = """
 CREATE TABLE public.trapped (who text);
 GRANT INSERT, SELECT ON public.trapped TO PUBLIC;
@@ -34,7 +34,7 @@ HIDING = (
 
 @pytest.fixture
 def pipeline(databases: Databases, tmp_path: Path) -> PipelineUnderTest:
-    """A pipeline whose table is copied."""
+    """Return a pipeline whose table is copied."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], sink={"schema": "copy"})
     pipeline.source(
         "CREATE TABLE public.t (id int PRIMARY KEY, v text)", "INSERT INTO public.t VALUES (1, 'a'), (2, 'b')"
@@ -47,7 +47,7 @@ def pipeline(databases: Databases, tmp_path: Path) -> PipelineUnderTest:
 
 @pytest.mark.parametrize("side", ["source", "target"])
 def test_a_condition_cannot_write(pipeline: PipelineUnderTest, side: str) -> None:
-    """Neither where the rows are looked for in the source, nor where they are in the sink."""
+    """This holds for reads of rows in the source and in the sink."""
     getattr(pipeline, side)(*filter(str.strip, TRAP.split(";\n")))
     other = pipeline.source if side == "target" else pipeline.target
     other("CREATE FUNCTION public.trap(int) RETURNS bool LANGUAGE sql AS 'SELECT true'")
@@ -83,7 +83,7 @@ def _require_told(error: CdcError) -> None:
 
 
 def test_a_policy_on_a_captured_table(pipeline: PipelineUnderTest) -> None:
-    """It comes once the table is captured: whatever reads next fails instead of missing rows."""
+    """The policy is created after the table is captured: the next read fails instead of missing rows."""
     pipeline.source(*(statement.format("public.t") for statement in HIDING))
     loaded = pipeline.pipeline
     with connected(loaded.source.dsn) as source:
@@ -103,7 +103,7 @@ def test_a_policy_on_a_captured_table(pipeline: PipelineUnderTest) -> None:
 
 
 def test_a_policy_on_a_target_table(pipeline: PipelineUnderTest) -> None:
-    """It would keep updates from the rows that it hides."""
+    """It would hide rows from updates."""
     pipeline.target(*(statement.format("copy.t") for statement in HIDING))
     with pytest.raises(MissingPrivilege) as some:
         commands.resnapshot(pipeline.pipeline, tables=["public.t"], where="id > 0")

@@ -1,6 +1,6 @@
-"""Least privilege: pipelines run with the grants of the documentation, and preflight names each one that is missing.
+"""Least privilege: pipelines run with the grants of the documentation, and preflight names each missing one.
 
-The server is a plain one, without the roles that the fixtures give to the other tests.
+The server is a plain one, without the roles that fixtures create for the other tests.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def server(server_directory: Path) -> Iterator[PostgresServer]:
 
 @contextmanager
 def shop_databases(server: PostgresServer) -> Iterator[Databases]:
-    """The databases ``shop`` and ``dw`` of the documentation, with two tables that are not the pipeline's."""
+    """Return the databases ``shop`` and ``dw`` of the documentation, with two tables that the pipeline does not own."""
     execute(server.dsn(), "CREATE DATABASE shop", "CREATE DATABASE dw")
     pair = Databases(server.dsn("shop"), server.dsn("dw"))
     execute(pair.source, *TABLES)
@@ -62,7 +62,7 @@ def shop_databases(server: PostgresServer) -> Iterator[Databases]:
 
 
 def pipeline_of(databases: Databases, directory: Path) -> PipelineUnderTest:
-    """The pipeline ``shop`` of the documentation, as the role ``cdc``."""
+    """Return the pipeline ``shop`` of the documentation, as the role ``cdc``."""
     return PipelineUnderTest(directory, databases, ["shop.*"])
 
 
@@ -70,7 +70,7 @@ def pipeline_of(databases: Databases, directory: Path) -> PipelineUnderTest:
 
 
 def documented() -> dict[str, list[str]]:
-    """The statements of ``docs/production.md``, each block under the words of its first line, a comment."""
+    """Return the statements of ``docs/production.md``, each block by the words of its first line, a comment."""
     text = (Path(__file__).parents[2] / "docs" / "production.md").read_text(encoding="utf-8")
     section = text.partition("## Roles and grants\n")[2].partition("\n## ")[0]
     blocks = re.findall(r"^```sql\n-- ([^\n]*)\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
@@ -78,14 +78,14 @@ def documented() -> dict[str, list[str]]:
 
 
 SOURCE_ROLE, READING = "on the source's server, once", "in the source's database"
-TWO_ROLES = "on the source's server, once, for two roles in the place of one"
+TWO_ROLES = "on the source's server, once, for two roles instead of one"
 SOURCES = (
-    "in the source's database, if the role shall publish the tables itself",
+    "in the source's database, if the role publishes the tables itself",
     "in the source's database otherwise, as the tables' owner or a superuser",
 )
 SINK_ROLE = "on the sink's server, once"
 SINKS = (
-    "in the sink's database, if the role shall create the schemas",
+    "in the sink's database, if the role creates the schemas",
     "in the sink's database, if an administrator creates the schemas",
     "in the sink's database, if an administrator creates the schemas and the tables",
 )
@@ -101,7 +101,7 @@ class Grants:
     def make(self, databases: Databases, roles: str = SOURCE_ROLE) -> None:
         blocks = documented()
         execute(databases.source, *blocks[roles], *blocks[READING], *blocks[self.source])
-        if self.sink == SINKS[2]:  # an administrator makes them as he likes
+        if self.sink == SINKS[2]:  # an administrator chooses their definition
             kind = "id int, mood types.mood, body text, PRIMARY KEY (id, mood)"
             execute(databases.target, "CREATE SCHEMA shop", f"CREATE TABLE shop.orders ({kind})")
             execute(databases.target, "CREATE TABLE shop.customers (id int PRIMARY KEY, name text)")
@@ -118,7 +118,7 @@ def test_the_whole_path_with_the_documented_grants(grants: Grants, server: Postg
 
 
 def test_the_whole_path_with_two_documented_roles(server: PostgresServer, tmp_path: Path) -> None:
-    """Neither can do what the other is for."""
+    """Neither role can do the work of the other."""
     grants = Grants(SOURCES[1], SINKS[0])
     with shop_databases(server) as databases:
         grants.make(databases, TWO_ROLES)
@@ -162,7 +162,7 @@ NEEDLESS = (
 
 
 def test_privileges_that_a_sink_does_not_need(server: PostgresServer, tmp_path: Path) -> None:
-    """Also: in changelog mode rows are appended, and tables of a mirror are not asked for more than rows."""
+    """In changelog mode rows are appended, and tables of a mirror need only privileges on rows."""
     with shop_databases(server) as databases:
         Grants(SOURCES[1], SINKS[2]).make(databases)
         pipeline = pipeline_of(databases, tmp_path)
@@ -170,7 +170,7 @@ def test_privileges_that_a_sink_does_not_need(server: PostgresServer, tmp_path: 
         assert failures(pipeline) == []
         execute(databases.target, "REVOKE UPDATE, DELETE ON shop.orders, shop.customers FROM cdc")
         assert [finding.check for finding in failures(pipeline)] == ["sink privileges"]
-        pipeline.change(sink={"mode": "changelog"})  # which its privileges allow, but not the keys of these tables
+        pipeline.change(sink={"mode": "changelog"})  # its privileges allow it, but not the keys of these tables
         assert "sink privileges" not in [finding.check for finding in failures(pipeline)]
 
 
@@ -179,11 +179,11 @@ def test_privileges_that_a_sink_does_not_need(server: PostgresServer, tmp_path: 
 
 @dataclass(frozen=True)
 class Lack:
-    """A privilege that is taken away.
+    """A privilege that is revoked.
 
-    :param statements: take it away, run by the administrator of one side.
-    :param check: the one check that then fails.
-    :param names: what its message contains.
+    :param statements: statements that revoke it, run by the administrator of one side.
+    :param check: the only check that fails then.
+    :param names: text that its message contains.
     """
 
     statements: str
@@ -229,13 +229,13 @@ LACKS = (
 )  # fmt: skip
 
 
-# Undoes what opens up a case by other means than those that were taken away.
+# Undoes privileges that a case gives in another way than those that it revokes.
 RESTORE = ("ALTER ROLE cdc NOBYPASSRLS", "ALTER TABLE IF EXISTS shop.orders DISABLE ROW LEVEL SECURITY")
 
 
 @pytest.fixture(scope="module")
 def granted(request: pytest.FixtureRequest, server: PostgresServer) -> Iterator[Databases]:
-    """Databases with the documented grants of the parameter, for all its cases: each mends what it has broken."""
+    """Return databases with the documented grants of the parameter, for all its cases: each undoes its changes."""
     with shop_databases(server) as databases:
         request.param.make(databases)
         yield databases
@@ -247,7 +247,7 @@ def granted(request: pytest.FixtureRequest, server: PostgresServer) -> Iterator[
     indirect=["granted"],
 )
 def test_a_privilege_that_is_missing(granted: Databases, lack: Lack, tmp_path: Path) -> None:
-    """Preflight has one finding, and the statement in its solution, run by an administrator, mends it."""
+    """Preflight has one finding, and the statement in its solution, run by an administrator, repairs it."""
     pipeline = pipeline_of(granted, tmp_path)
     dsn = granted.target if lack.of_sink else granted.source
     assert failures(pipeline) == []
@@ -267,7 +267,7 @@ def failures(pipeline: PipelineUnderTest) -> list[Finding]:
 
 
 def statements(finding: Finding) -> list[str]:
-    """The SQL of a finding's solution, without what it offers instead."""
+    """Return the SQL of a finding's solution, without alternatives."""
     assert finding.error is not None
     found = re.fullmatch(r".*?[Rr]un: (.*?;)( \(on .*| or let .*)?", finding.error.solution, re.DOTALL)
     assert found is not None, finding.error.solution
@@ -275,7 +275,7 @@ def statements(finding: Finding) -> list[str]:
 
 
 def test_a_member_of_the_role_of_managed_services(server: PostgresServer, tmp_path: Path) -> None:
-    """On Amazon RDS roles replicate as members of a role, without the attribute: a refusal has another reason there."""
+    """On Amazon RDS, roles replicate as members of a role, without the attribute: refusals have another reason."""
     with shop_databases(server) as databases:
         Grants(SOURCES[1], SINKS[2]).make(databases)
         pipeline = pipeline_of(databases, tmp_path)

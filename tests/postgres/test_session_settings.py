@@ -1,4 +1,4 @@
-"""Sessions with Postgres have the settings that keep values as they are, or there are none."""
+"""Sessions with Postgres have the settings that preserve values, or are refused."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ Way = Callable[[str, str], tuple[str, ...]]
 
 
 def test_the_suite_runs_in_a_hostile_environment(databases: Databases) -> None:
-    """Without the engine's care a session has what the environment asks for."""
+    """Without the engine's settings, a session has those of the environment."""
     connection = pq.PGconn.connect(databases.source.encode())
     assert connection.parameter_status(b"client_encoding") == ENVIRONMENT["PGCLIENTENCODING"].encode()
     assert connection.parameter_status(b"TimeZone") == ENVIRONMENT["PGTZ"].encode()
@@ -87,14 +87,14 @@ def test_the_suite_runs_in_a_hostile_environment(databases: Databases) -> None:
     ids=["environment", "encoding", "options"],
 )
 def test_what_decides_values_is_not_overridden(databases: Databases, asked: Way, query: str) -> None:
-    """Neither by the environment nor by the DSN, whatever opens the session."""
+    """The environment and the DSN do not override the settings, whatever opens the session."""
     dsn = databases.pipeline_source + query
     assert asked(dsn, _SHOWN) == tuple(REQUIRED.values())
     assert asked(dsn, _VALUES) == _AS_TEXT
 
 
 def test_the_hook_has_the_settings(databases: Databases, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So has what tasks and the triggerer open by Airflow's connection."""
+    """Tasks and the triggerer open their sessions with Airflow's connection."""
     monkeypatch.setenv("AIRFLOW_CONN_SHOP", databases.pipeline_source + "?client_encoding=LATIN1")
     connection = PostgresCdcHook("shop").get_conn()
     assert rows(connection, _SHOWN) == [tuple(REQUIRED.values())]
@@ -103,7 +103,7 @@ def test_the_hook_has_the_settings(databases: Databases, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("key", ["", "?client_encoding=LATIN1"], ids=["environment", "dsn"])
 def test_text_and_time_arrive_as_they_are(databases: Databases, tmp_path: Path, key: str) -> None:
-    """Through snapshot and stream, to a target that is read without a pipeline."""
+    """They pass through snapshot and stream, to a target that is read without a pipeline."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"])
     pipeline.change(
         source={"dsn": databases.pipeline_source + key}, sink={"dsn": databases.pipeline_target + key, "schema": "copy"}
@@ -124,12 +124,12 @@ def _insert(values: tuple[int, str, str]) -> str:
     return "INSERT INTO public.t VALUES ({}, '{}', '{}')".format(*values)
 
 
-# -- what is overridden nevertheless --------------------------------------------------------------------
+# -- settings that are still overridden ----------------------------------------------------------------
 
 
 @contextmanager
 def pooler(target: int, *, drop: bytes) -> Iterator[int]:
-    """As PgBouncer does with what it ignores: a startup parameter is dropped, and the backend's id is another."""
+    """Run a proxy like PgBouncer with ignored parameters: it drops startup parameters, and the backend's id differs."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -178,7 +178,7 @@ def _carry(source: socket.socket, target: socket.socket) -> None:
 
 @ways
 def test_a_pooler_that_drops_settings_is_named(databases: Databases, source_server: PostgresServer, asked: Way) -> None:
-    """Values would pass it altered, so nothing is read."""
+    """Values would be altered, so nothing is read."""
     with pooler(source_server.port, drop=b"options") as port:
         dsn = databases.pipeline_source.replace(f":{source_server.port}/", f":{port}/")
         with pytest.raises(UnsafeSession, match="extra_float_digits is '1', not '3'") as refused:
@@ -189,14 +189,14 @@ def test_a_pooler_that_drops_settings_is_named(databases: Databases, source_serv
 
 
 def test_a_pooler_that_passes_settings_on_is_borne(databases: Databases, source_server: PostgresServer) -> None:
-    """It is not asked for more than that."""
+    """No more than that is required of it."""
     with pooler(source_server.port, drop=b"none") as port:
         dsn = databases.pipeline_source.replace(f":{source_server.port}/", f":{port}/")
         assert _by_psycopg2(dsn, _SHOWN) == tuple(REQUIRED.values())
 
 
 def test_a_session_that_the_server_changes_is_refused(make_server: Callable[..., PostgresServer]) -> None:
-    """An event trigger comes after all that a session states at its start."""
+    """An event trigger runs after all settings that a session makes at its start."""
     server = make_server("18")
     with psycopg.connect(server.dsn(), autocommit=True) as connection:
         connection.execute(
@@ -214,7 +214,7 @@ def test_a_session_that_the_server_changes_is_refused(make_server: Callable[...,
 
 @pytest.fixture(scope="module")
 def guarded(server_directory: Path) -> Iterator[PostgresServer]:
-    """A server that asks for passwords, and knows a role that may not log in."""
+    """Run a server that requires passwords, and has a role that may not log in."""
     with PostgresServer.create(server_directory / "guarded") as server:
         with psycopg.connect(server.dsn(), autocommit=True) as connection:
             connection.execute("CREATE ROLE reader LOGIN REPLICATION PASSWORD 'right'")
@@ -246,7 +246,7 @@ def guarded(server_directory: Path) -> Iterator[PostgresServer]:
 def test_a_refused_login_is_not_tried_again(
     guarded: PostgresServer, asked: Way, login: str, database: str, message: str, remedy: str
 ) -> None:
-    """Its remedy is another than that for a server that does not answer."""
+    """Its remedy differs from that for a server that does not answer."""
     dsn = guarded.dsn(database).replace("postgres@", f"{login}@", 1)
     with pytest.raises(LoginRefused, match=message) as refused:
         asked(dsn, "SELECT 1")
@@ -258,7 +258,7 @@ def test_a_refused_login_is_not_tried_again(
 
 
 def test_of_several_servers_another_may_come_back(guarded: PostgresServer) -> None:
-    """One that refuses is not the last word while another is down; of one server all addresses are."""
+    """A refusal is not final while another server is down; but the addresses of one server are all tried."""
     for hosts, kind in (("127.0.0.1:1,127.0.0.1", ConnectionFailed), ("localhost", LoginRefused)):
         with pytest.raises(ConnectionFailed, match="failed") as failed:
             _by_psycopg2(guarded.dsn().replace("postgres@127.0.0.1", f"reader:wrong@{hosts}", 1), "SELECT 1")
@@ -266,7 +266,7 @@ def test_of_several_servers_another_may_come_back(guarded: PostgresServer) -> No
 
 
 def test_a_missing_role_is_told(databases: Databases) -> None:
-    """Where no password is asked for."""
+    """Such a server requires no password."""
     with pytest.raises(LoginRefused, match='role "absent" does not exist') as refused:
         _by_psycopg2(databases.source.replace("postgres@", "absent@"), "SELECT 1")
     assert "create the role" in refused.value.solution
@@ -274,7 +274,7 @@ def test_a_missing_role_is_told(databases: Databases) -> None:
 
 @ways
 def test_a_server_that_is_not_there_may_come_back(asked: Way) -> None:
-    """So it is tried again."""
+    """So the connection is retried."""
     with pytest.raises(ConnectionFailed, match="Connection refused") as failed:
         asked("postgresql://u@127.0.0.1:1/d", "SELECT 1")
     error: CdcError = failed.value
@@ -283,7 +283,7 @@ def test_a_server_that_is_not_there_may_come_back(asked: Way) -> None:
 
 
 def test_a_server_without_a_free_connection_may_have_one_soon(databases: Databases) -> None:
-    """So that is tried again, too."""
+    """So this is retried, too."""
     with psycopg.connect(databases.source, autocommit=True) as admin:
         admin.execute("CREATE ROLE crowded LOGIN CONNECTION LIMIT 0")
         with pytest.raises(ConnectionFailed, match="too many connections") as failed:
@@ -310,6 +310,6 @@ def test_an_unknown_time_zone_of_the_environment_is_named(
     ],
 )
 def test_what_looks_like_a_refusal_and_may_be_an_outage_is_tried_again(said: str) -> None:
-    """The service behind a server's logins may be down; after a TLS that broke, libpq tries without."""
+    """The service behind a server's logins may be down; after a broken TLS connection, libpq retries without TLS."""
     error = connection_failure("postgresql://u@h/d", "connect", said)
     assert error.retry is Retry.RETRY

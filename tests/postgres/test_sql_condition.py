@@ -1,4 +1,4 @@
-"""Conditions stay within their parentheses, as the server reads them."""
+"""Conditions cannot leave their parentheses, as the server parses them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from psycopg.pq import ExecStatus
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import ConfigError
-from airflow_cdc_provider.engine.postgres.sql_condition import find_trouble
+from airflow_cdc_provider.engine.postgres.sql_condition import find_syntax_problem
 from airflow_cdc_provider.engine.runs.run_errors import last_error
-from airflow_cdc_provider.engine.sources.postgres.reading import requested_reads, reread
+from airflow_cdc_provider.engine.sources.postgres.reading import reread, reread_requests
 from airflow_cdc_provider.engine.state.files import State
 from tests.conftest import Databases
 from tests.support.pipelines import PipelineUnderTest
@@ -50,15 +50,15 @@ GOES_ON = [
 
 @pytest.mark.parametrize("text", STOPS)
 def test_conditions(text: str) -> None:
-    assert find_trouble(text) is None
+    assert find_syntax_problem(text) is None
 
 
 @pytest.mark.parametrize("text", GOES_ON)
 def test_what_goes_on_beyond_the_parentheses(text: str) -> None:
-    assert find_trouble(text)
+    assert find_syntax_problem(text)
 
 
-# Quotations that begin and end somehow; most of them as they should.
+# Quotations with different starts and ends; most of them are correct.
 _CONTENT = st.lists(
     st.sampled_from(["'", "\\", '"', "$$", "$a$", "--", "/*", "*/", "\n", ")", "(", ";", "a", "1"]), max_size=5
 )
@@ -70,7 +70,7 @@ _QUOTED = st.builds(lambda ends, content: ends[0] + "".join(content) + ends[1], 
 
 
 def test_the_server_reads_them_alike(databases: Databases) -> None:
-    """What it takes within parentheses as well as without is a condition; who leaves them fails without."""
+    """A text that the server accepts with and without parentheses is a condition; an escaping one fails without."""
     with psycopg.connect(databases.source, autocommit=True) as connection:
         accepted = 0
 
@@ -84,11 +84,11 @@ def test_the_server_reads_them_alike(databases: Databases) -> None:
         def compare(parts: list[str]) -> None:
             nonlocal accepted
             text = "||".join(parts)
-            trouble = find_trouble(text)
+            trouble = find_syntax_problem(text)
             within = takes(f"SELECT (({text}\n) IS NULL)")
             if takes(f"SELECT ({text}\n IS NULL)") and within:
                 accepted += 1
-                # Continued on another line, it is refused though it would do.
+                # If it continues on another line, it is refused, although it would work.
                 assert trouble is None or "begins with e'" in trouble.lower()
             elif within:
                 assert trouble is not None
@@ -115,7 +115,7 @@ def test_a_re_read_by_a_condition_that_is_none(pipeline: PipelineUnderTest) -> N
     pipeline.target("ALTER TABLE public.t RENAME body TO other")
     with pytest.raises(ConfigError, match=r"not a condition on public\.t: .*body"):
         reread.check(pipeline.pipeline, pipeline.record, "public.t", "body IS NULL")
-    requested_reads.request(pipeline.pipeline, ["public.t"], "1 / id > 0")
+    reread_requests.request(pipeline.pipeline, ["public.t"], "1 / id > 0")
     pipeline.apply()
     error = last_error(State(pipeline.pipeline.state))
     assert error is not None

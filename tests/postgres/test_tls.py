@@ -1,7 +1,7 @@
-"""TLS: servers that let nobody in without it, a private authority, and client certificates.
+"""TLS: servers that require it, a private authority, and client certificates.
 
-Each kind of connection is made by another driver with a libpq of its own: psycopg2 for control queries and COPY,
-psycopg for replication, ADBC for reads.
+Each kind of connection uses another driver with its own libpq: psycopg2 for control queries and COPY, psycopg for
+replication, ADBC for reads.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.support.slot_reading import reader_naps, slot_reader
 pytestmark = pytest.mark.slow
 
 
-# The superuser is the tests' own; everybody else has to show a certificate.
+# Only the tests use the superuser; every other role has to present a certificate.
 ACCESS = f"hostssl all postgres all trust\nhostssl all {PIPELINE_ROLE} all cert\n"
 
 
@@ -77,14 +77,14 @@ def server(server_directory: Path, system_binaries: Path, authority: Authority) 
 
 
 def secured(server: PostgresServer, database: str, host: str = "localhost", **parameters: Path | str) -> str:
-    """A DSN of the pipeline's role that checks the server's certificate and name."""
+    """Return a DSN of the pipeline's role that checks the server's certificate and name."""
     query = urlencode({"sslmode": "verify-full", **parameters}, quote_via=quote)
     return f"postgresql://{PIPELINE_ROLE}@{host}:{server.port}/{database}?{query}"
 
 
 @pytest.fixture
 def files(authority: Authority) -> dict[str, Path | str]:
-    """The parameters that are right."""
+    """Return the correct parameters."""
     return {
         "sslrootcert": authority.directory / "ca.pem",
         "sslcert": authority.directory / "client.pem",
@@ -124,7 +124,7 @@ def test_every_connection_is_encrypted_and_checked(pipeline: PipelineUnderTest, 
 
 
 def test_the_log_does_not_come_record_by_record(server: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A walsender encrypts each message by itself, and libpq takes one a call; that would be 6,000 sleeps."""
+    """A walsender encrypts each message separately, and libpq reads one per call; that would be 6,000 sleeps."""
     create_database(server, "records")
     dsn = f"{server.dsn('records')}?sslmode=require"
     naps = reader_naps(monkeypatch)
@@ -137,11 +137,11 @@ def test_the_log_does_not_come_record_by_record(server: PostgresServer, monkeypa
 
 
 def test_a_stream_that_the_server_ends_says_why(server: PostgresServer) -> None:
-    """Also where the end of the connection is found by the same look as its reason."""
+    """This also holds if one read finds the end of the connection and its reason."""
     create_database(server, "ended")
     dsn = f"{server.dsn('ended')}?sslmode=require"
     with slot_reader(dsn) as (reader, _), connected(dsn, writes=True) as source:
-        with reader._changed, source.cursor() as cursor:  # what comes meanwhile is looked at afterwards
+        with reader._changed, source.cursor() as cursor:  # messages that arrive meanwhile are read afterwards
             cursor.execute("SELECT pg_terminate_backend(active_pid, 5000) FROM pg_replication_slots WHERE active")
         with pytest.raises(StreamFailed, match="terminating connection"):
             reader.reach(1 << 60)
@@ -173,7 +173,7 @@ def test_sensor_and_hook(
 def by_adbc(dsn: str) -> object:
     try:
         return adbc.connect(session_dsn(dsn, "airflow-cdc read"))
-    except adbc_driver_manager.Error as e:  # the engine's connection before it has said what is wrong
+    except adbc_driver_manager.Error as e:  # the engine's connection before it has reported the error
         raise ConnectionFailed(str(e), "") from e
 
 
@@ -184,7 +184,7 @@ DRIVERS: dict[str, Callable[[str], object]] = {
 }
 
 
-# What is wrong with the DSN: the message of libpq, and what the solution names.
+# The error in the DSN: the message of libpq, and the text of the solution.
 WRONG = {
     "authority": ("certificate verify failed", "sslrootcert"),
     "host": ("does not match host name", "verify-ca"),

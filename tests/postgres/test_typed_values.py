@@ -1,4 +1,4 @@
-"""Postgres's texts as typed Arrow arrays: what a real server writes comes back letter by letter."""
+"""Postgres's texts as typed Arrow arrays: the texts of a real server are reproduced letter by letter."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def column(kind: str, builtin: bool = True, beneath: str | None = None) -> Colum
 
 
 def assert_kept(server: psycopg.Connection, kind: str, literals: list[str | None]) -> pa.Array:
-    """What the server writes for values stands in the typed array, which says the same again."""
+    """Check that the typed array holds the texts that the server writes for values, and reproduces them."""
     query = sql.SQL("SELECT v::{}::text FROM unnest(%s::text[]) WITH ORDINALITY AS u (v, n) ORDER BY n")
     texts = [text for (text,) in server.execute(query.format(sql.SQL(kind)), [literals]).fetchall()]
     if kind == "boolean":
@@ -42,7 +42,7 @@ def assert_kept(server: psycopg.Connection, kind: str, literals: list[str | None
     typed = to_typed(pa.array(texts, TEXT), arrow_type(column(kind)), "t.c")
     assert typed.type == arrow_type(column(kind))
     assert to_texts(typed).to_pylist() == texts
-    assert to_texts(typed[1:]).to_pylist() == texts[1:]  # of a slice, whose buffers begin before it
+    assert to_texts(typed[1:]).to_pylist() == texts[1:]  # of a slice, whose buffers start before it
     return typed
 
 
@@ -111,8 +111,9 @@ def test_any_real(server: psycopg.Connection, values: list[str]) -> None:
     assert_kept(server, "real", list(values))
 
 
+@pytest.mark.lengthy
 def test_floats_of_all_magnitudes(server: psycopg.Connection) -> None:
-    """Any bits, and what lies around powers of two and ten, where the shortest digits are hardest to tell."""
+    """The numbers are arbitrary bits, or near powers of two and ten, where the shortest digits are hard to find."""
     random_ = random.Random(7)
     for kind, bits, letters in (("double precision", 64, "<Qd"), ("real", 32, "<If")):
         found = [random_.getrandbits(bits) for _ in range(20_000)]
@@ -162,6 +163,6 @@ def test_any_bytes(server: psycopg.Connection, values: list[bytes | None]) -> No
 def test_a_value_that_has_no_place_is_refused_by_name(kind: str, text: str) -> None:
     fine = {"numeric(10,2)": "2.50", "date": "2000-01-01"}.get(kind, "2000-01-01 00:00:00")
     fine += "+00" if kind == "timestamp with time zone" else ""
-    with pytest.raises(LimitExceeded, match=r"the value .* of public\.t\.c cannot be kept") as caught:
+    with pytest.raises(LimitExceeded, match=r"the value .* of public\.t\.c cannot be stored") as caught:
         to_typed(pa.array([fine, text], TEXT), arrow_type(column(kind)), "public.t.c")
     assert text in caught.value.message

@@ -11,7 +11,7 @@ PAGE = ROOT / "docs" / "concepts.md"
 BEGIN, END = "<!-- the map: python -m tests.project.code_map -->\n", "<!-- end of the map -->\n"
 
 ENGINE = "airflow_cdc_provider/engine"
-# Each room may import only those in front of it.
+# Each room may import only those before it.
 ROOMS = (
     "core",
     "postgres",
@@ -31,7 +31,7 @@ PARTS_OF_POSTGRES = ("catalog", "reading", "provision", "wal", "stream")
 
 
 def folders() -> list[str]:
-    """Return the folders of the package in the order of the map, and those beside it that are packages."""
+    """Return the folders of the package in the order of the map, followed by the packages next to it."""
     engine = ["airflow_cdc_provider", ENGINE]
     for room in ROOMS:
         engine += [f"{ENGINE}/{room}"]
@@ -69,7 +69,7 @@ def code_map() -> str:
 
 
 def main() -> None:
-    """Put the map into the page."""
+    """Write the map into the page."""
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}{code_map()}{END}{rest.partition(END)[2]}", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The compose file describes a stack that can start: checked without an engine."""
+"""The compose file describes a stack that can start; this is checked without an engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def services(stack: dict[str, Any]) -> dict[str, Service]:
 
 
 def with_defaults(text: str) -> str:
-    """The text as compose would read it without a ``.env`` file."""
+    """Return the text as compose would read it without a ``.env`` file."""
     return VARIABLE.sub(lambda match: match["default"], text)
 
 
@@ -105,7 +105,7 @@ def test_connections_can_be_read_by_airflow(services: dict[str, Service]) -> Non
 
 
 def test_the_dag_finds_its_default_pipeline(services: dict[str, Service]) -> None:
-    """The example's file is where the Dag looks for it, and its state goes where Airflow and Spark both reach it."""
+    """The example's file is where the Dag looks for it, and Airflow and Spark can both reach its state."""
     scheduler = services["airflow-scheduler"]
     assert "./docs/examples:/opt/airflow/pipelines:ro" in scheduler["volumes"]
     assert "/opt/airflow/pipelines/shop.yaml" in (ROOT / "airflow_cdc_provider" / "dag.py").read_text()
@@ -139,7 +139,7 @@ def test_the_image_has_the_airflow_of_the_lock() -> None:
 
 
 def compose_client() -> list[str] | None:
-    """The command of a compose client; it needs no engine to check a file."""
+    """Return the command of a compose client, which needs no engine to check a file."""
     if shutil.which("docker"):
         plugin = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)
         if plugin.returncode == 0:

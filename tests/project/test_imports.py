@@ -1,4 +1,4 @@
-"""The modules of the package import each other in one direction; `make lint` holds the folders."""
+"""The modules of the package import each other in one direction; `make lint` checks the folders."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 def test_no_module_of_tests_takes_from_another() -> None:
-    """What several need stands in ``tests/support``."""
+    """Shared code is in ``tests/support``."""
     taken = re.compile(r"^\s*(?:from|import) tests\.[\w.]*\btest_\w+", re.MULTILINE)
     assert [
         str(path) for path in (ROOT / "tests").rglob("*.py") if taken.search(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Drains and snapshots run into every store, beside every peer and of every shape, and their results are right."""
+"""Drains and snapshots run into every store, with every peer and of every shape, and yield the right results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from local_servers.jars import JarsMissing, fetch
 from tests.support.hostile import ENVIRONMENT
 
 ROOT = Path(__file__).parents[2]
-# Each counts changes by an engine of its own, in which ours have no part.
+# Each counts changes with its own engine, without ours.
 COUNTERS = ("debezium-json", "debezium-snapshot")
 INTO_STORES = ("stream-changelog", "stream-files", "stream-delta", "stream-mysql", "stream-kafka")
 SNAPSHOTS = ("snapshot-files", "pg_dump", "spark-jdbc", "spark-jdbc-parquet")
@@ -28,7 +28,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks", *arguments]
     # For so few rows, compiling well costs more than it saves.
     environment = os.environ | {"JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1"}
-    for name in ENVIRONMENT:  # which is not for the peers
+    for name in ENVIRONMENT:  # not for the peers
         del environment[name]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580, check=False, env=environment)
 
@@ -43,15 +43,15 @@ def test_other_stores_and_peers_run_and_are_right(tmp_path: Path) -> None:
     except (JarsMissing, JdkMissing) as e:
         pytest.skip(e.message)
     file = tmp_path / "figures.json"
-    cases = ("subscription", "planning", "beside", *COUNTERS, *INTO_STORES, *SNAPSHOTS)
+    cases = ("subscription", "planning", "concurrent-load", *COUNTERS, *INTO_STORES, *SNAPSHOTS)
     done = run(*cases, "--rows", "2000", "--repeat", "1", "--readers", "2", "1", "--json", str(file))
     assert done.returncode == 0, done.stderr[-4000:]
     found = {each["case"]: each for each in json.loads(file.read_text())["cases"]}
-    assert found.keys() >= {*cases, "snapshot-files, 1 reader", "pgbench alone"} - {"beside"}
+    assert found.keys() >= {*cases, "snapshot-files, 1 reader", "pgbench alone"} - {"concurrent-load"}
     assert found["stream-mysql"]["peer"] == "pg_recvlogical"
     assert found["stream-mysql"]["others"].keys() == {"debezium-json"}
     assert found["snapshot-files"]["others"].keys() == {"spark-jdbc-parquet", "debezium-snapshot"}
-    assert found["pgbench beside a snapshot"]["ratio"] > 0
+    assert found["pgbench during a snapshot"]["ratio"] > 0
 
 
 @pytest.mark.thorough
@@ -68,11 +68,12 @@ def test_backlogs_of_other_shapes_run_and_are_right(tmp_path: Path) -> None:
     assert len(found) == 3 * len(shapes)
 
 
+@pytest.mark.lengthy
 def test_shapes_are_named_by_what_is_not_the_default() -> None:
     assert Shape.parse("100-byte,thousand,1-tables") == Shape()
     assert Shape().title == ""
     for text in (*(name for name in ROWS if name != "100-byte"), "single", "narrow,giant,500-tables"):
         assert Shape.parse(text).title == f", {text.replace(',', ', ')}"
-    with pytest.raises(ValueError, match="'huge' is none of narrow, 100-byte"):
+    with pytest.raises(ValueError, match="'huge' is not one of narrow, 100-byte"):
         Shape.parse("narrow,huge")
     assert run("--shape", "no-tables").returncode == 2

@@ -1,4 +1,4 @@
-"""Fixed seeds of the torture checker, and proof that its checks can fail: a history that has been tampered with."""
+"""Fixed seeds of the torture tests, and proof that their checks can fail: a manipulated history."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MIRROR = History(
         Sight(500, True, {T: (1, 41)}, TOTAL),
     ],
 )
-# Two chunks: the first has seen transaction 8, the second has not; both lie after transaction 7.
+# Two chunks: the first has seen transaction 8, the second has not; both come after transaction 7.
 CHANGELOG = History(
     TRANSACTIONS,
     [Reading(T, 150, 1, "9:9:", numbers=frozenset({1})), Reading(T, 150, 1, "8:8:", numbers=frozenset({2, 3, 5}))],
@@ -163,7 +163,7 @@ def test_transaction_ids_of_a_timeline_that_was_left_are_given_out_again() -> No
 
 
 class Recorder:
-    """What a writer says, in place of a session."""
+    """Records what a writer executes, in place of a session."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -197,7 +197,7 @@ class Recorder:
 
 
 def transactions(seed: int, lane: int) -> list[str]:
-    """What a writer of a seed says in its first transactions."""
+    """Return what a writer of a seed executes in its first transactions."""
     writer, recorder = Writer("", seed, lane, tables(seed), 1.0), Recorder()
     writer._connection = recorder  # type: ignore[assignment]
     writer._halt.set()  # it waits for nothing
@@ -218,15 +218,19 @@ def test_a_seed_determines_transactions() -> None:
 @pytest.mark.spark
 @pytest.mark.timeout(1800)
 def test_a_seed(server_directory: Path) -> None:
-    """Its first steps are few and among the gravest; the nemesis has the time for them that it needs."""
-    seed, mode = 17167, "mirror"
+    """Its first steps are few, among the most severe, and wait for progress; the nemesis has the time for all of them.
+
+    Its writers are the slowest, because otherwise they would take most of the time.
+    """
+    seed, mode = 162062, "mirror"
+    assert [step.marks for step in itertools.islice(schedule(seed), 3)] == [1, 1, 1]
     lines: list[str] = []
     directory = server_directory / f"torture-{seed}"
     directory.mkdir()
     directory.chmod(0o755)
     report = torture(seed, 20, mode, directory, lines.append, steps=3)
     assert report.wrong == [], "\n".join([*lines, *report.wrong])
-    assert {"fail over to a standby", "start over"} <= report.counts["those steps"].keys()
+    assert {"take over", "fail over to a standby", "start over"} <= report.counts["those steps"].keys()
     # What has not been seen proves nothing.
     for seen in ("changes", "different consistent states seen", "steps of the nemesis"):
         assert report.counts[seen] > 0, (seen, report.counts)

@@ -1,4 +1,4 @@
-"""What rows from before get in a column that is added at the source, whatever is a default at the target."""
+"""The values of existing rows in a column that is added at the source, whatever the target's default is."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ADDED = {
 
 @pytest.mark.parametrize("mode", ["mirror", "changelog"])
 def test_rows_from_before_have_the_source_s_value(databases: Databases, tmp_path: Path, mode: Mode) -> None:
-    """Those in the table, and in a changelog those that are gone; deletes and truncates carry none."""
+    """This holds for rows in the table and, in a changelog, for deleted rows; deletes and truncates carry no values."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.*"], sink={"mode": mode})
     pipeline.source(*TYPES, "CREATE DOMAIN plain AS int")
     pipeline.target(*TYPES, "CREATE DOMAIN plain AS int DEFAULT 7")
@@ -90,7 +90,7 @@ def test_rows_from_before_have_the_source_s_value(databases: Databases, tmp_path
 
 
 def test_a_column_that_has_ended_gets_no_values(databases: Databases, tmp_path: Path) -> None:
-    """Whatever somebody has made its default."""
+    """This holds whatever default a user has given the column."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], sink={"mode": "changelog"})
     pipeline.source("CREATE TABLE t (id int PRIMARY KEY, v int)", "INSERT INTO t VALUES (1, 1)")
     pipeline.provision()

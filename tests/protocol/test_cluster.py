@@ -1,8 +1,8 @@
-"""The whole path on a real Spark cluster: a standalone master and two workers as processes of this machine.
+"""The whole path on a real Spark cluster: a standalone master and two workers as local processes.
 
-What ``local[2]`` cannot show is tested here: executors are processes of their own, they find the engine only in what
-the driver ships, and nothing that lies on the driver's disk is theirs. Their Python has all libraries but not this
-package, and refuses to open files below the driver's directory.
+These tests cover what ``local[2]`` cannot show: executors are separate processes, find the engine only in the archive
+that the driver ships, and cannot use files on the driver's disk. Their Python has all libraries but not this package,
+and refuses to open files below the driver's directory.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from tests.support.airflow_support import connection_json
 # isort: split
 from airflow.sdk.exceptions import AirflowException
 
+from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.operators.snapshot import CdcPlanOperator, CdcSnapshotOperator
 from airflow_cdc_provider.operators.stream import CdcStreamOperator
 from tests.conftest import Databases
 from tests.support.databases import execute
-from tests.support.pipelines import SPARK_CONF, PipelineUnderTest
+from tests.support.pipelines import SPARK_CONF, UNHURRIED, PipelineUnderTest
 from tests.support.spark_cluster import PASSWORD, Cluster, cluster, make_python
 from tests.support.spark_jobs import Jobs, Task
 
 __all__ = ["cluster"]
 
-# A cluster is eight Python processes and four JVMs; a busy machine takes minutes.
+# A cluster consists of eight Python processes and four JVMs, which take minutes to start on a busy machine.
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
 SECONDS = 240.0
@@ -55,7 +56,7 @@ DELETE FROM public.lines WHERE order_id = (SELECT min(order_id) FROM public.line
 def pipeline(
     cluster: Cluster, databases: Databases, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[PipelineUnderTest]:
-    """A pipeline on the cluster, whose driver has a directory for all its files."""
+    """Return a pipeline on the cluster, whose driver has a directory for all its files."""
     directory = cluster.driver / f"test{len(list(cluster.driver.iterdir()))}"
     temporary = directory / "tmp"
     temporary.mkdir(parents=True)
@@ -81,7 +82,7 @@ def writing(dsn: str) -> Iterator[None]:
     ended = threading.Event()
 
     def write() -> None:
-        while not ended.wait(0.1):
+        while not ended.wait(0.5):
             execute(dsn, *WRITES.strip().splitlines())
 
     thread = threading.Thread(target=write)
@@ -96,7 +97,7 @@ def writing(dsn: str) -> Iterator[None]:
 def test_executors_get_the_engine_from_the_driver_and_are_killed(
     cluster: Cluster, pipeline: PipelineUnderTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their tasks are done again by others, and what they had staged or committed counts once."""
+    """Other executors repeat their tasks, and everything that they had staged or committed counts once."""
     monkeypatch.setenv("PYSPARK_PYTHON", str(make_python(tmp_path / "python")))
     before = cluster.executors()
     pipeline.provision()
@@ -107,6 +108,7 @@ def test_executors_get_the_engine_from_the_driver_and_are_killed(
         assert len(pipeline.finished_chunks()) < len(pipeline.record.chunks)
         outcome = snapshot.wait(SECONDS)
         assert outcome.code == 0, outcome.stderr[-4000:]
+        pipeline.change(stream=UNHURRIED)
         stream = pipeline.start("stream")
         begun = pipeline.marker()
         stream.until(lambda: pipeline.record.applied >= begun, "changes", SECONDS)
@@ -115,10 +117,10 @@ def test_executors_get_the_engine_from_the_driver_and_are_killed(
     stream.until(lambda: pipeline.record.applied >= end, "the end", SECONDS)
     stream.terminate()
     assert stream.wait(SECONDS).code == 0, stream.output()
-    verified = pipeline.json("verify")
+    verified = commands.verify(pipeline.pipeline)
     assert verified["equal"]
     assert [table["source_rows"] > 4000 for table in verified["tables"]] == [True, True]
-    # For each of the two jobs there was one on each worker.
+    # Each of the two jobs had one executor on each worker.
     assert all(count >= started + 2 for count, started in zip(cluster.executors(), before, strict=True))
 
 
@@ -138,7 +140,7 @@ def test_a_library_that_executors_lack_is_named(
 def test_a_driver_on_the_cluster_outlives_all_that_submitted_it(
     cluster: Cluster, databases: Databases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cluster mode by the operators: only the pipeline's file, its state and the cluster's own password are there."""
+    """The operators use cluster mode: only the pipeline's file, its state and the cluster's own password are there."""
     temporary = cluster.driver / "airflow"
     temporary.mkdir()
     extra = {"deploy-mode": "cluster"}

@@ -1,7 +1,7 @@
-"""DDL at the source while the pipeline runs: followed in order, or read again.
+"""DDL at the source while the pipeline runs: the stream follows it in order, or re-reads the table.
 
-Every script is played while nothing reads, so that it arrives as one batch: what is followed has to be followed where
-it stands between the changes. At the end the target is compared with the source value by value.
+Every script runs while the stream does not read, so that it arrives as one batch. The stream must then follow DDL
+exactly where it occurs between the changes. At the end the target is compared with the source value by value.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from airflow_cdc_provider.engine.core.errors import Failpoint, SchemaChanged, St
 from airflow_cdc_provider.engine.core.failpoint import VARIABLE
 from airflow_cdc_provider.engine.runs.run import run_part
 from airflow_cdc_provider.engine.sources.postgres.provision import provisioning
-from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import readopt
+from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import reread_changed
 from tests.conftest import Databases, ServerMaker
 from tests.protocol.ddl_tables import DATA, ROWS, TABLE, Mode, Tables, tables
 from tests.support.engine_parts import copy_chunk_of
@@ -68,14 +68,14 @@ READ_AGAIN = {
 NAMED = "UPDATE {t} SET a = 'pg_class'::regclass::int WHERE id = 9"
 
 
-# The same bits read otherwise, and by the source alone.
+# The same bits are now interpreted differently, at the source only.
 READ_AGAIN |= {
     "reg": [NAMED, "ALTER TABLE {t} ALTER a TYPE regclass"],
     "reg_and_back": [NAMED, "ALTER TABLE {t} ALTER a TYPE regclass", *DATA, "ALTER TABLE {t} ALTER a TYPE oid"],
 }
 
 
-# In a changelog the values of rows that are gone would have to be converted too.
+# In a changelog the values of deleted rows would have to be converted too.
 MIRROR_ONLY = {
     "unlike": ["ALTER TABLE {t} ALTER a TYPE int[] USING ARRAY[a]"],
     "swap": [
@@ -113,7 +113,7 @@ TYPICAL = {
 def test_ddl_on_other_servers(
     databases: Databases, tmp_path: Path, make_server: ServerMaker, request: pytest.FixtureRequest, version: str
 ) -> None:
-    """Older servers have other catalogs, and newer ones too."""
+    """Older servers have other catalogs, and so do newer ones."""
     binaries = None if version == "18" else request.getfixturevalue("system_binaries")
     source = make_server("18", binaries=binaries).dsn()
     tables = Tables(tmp_path, Databases(source, databases.target), list(TYPICAL), "mirror", pipeline="ddl")
@@ -123,7 +123,7 @@ def test_ddl_on_other_servers(
 KEYLESS = "CREATE TABLE {t} (id int, a int, v varchar(10), w text); ALTER TABLE {t} REPLICA IDENTITY FULL"
 
 
-# Postgres lets nobody change what a publication's condition or list of columns is made of.
+# Postgres does not allow changes of columns in a publication's row filter or column list.
 BESIDE = {name: (FOLLOWED | READ_AGAIN)[name] for name in ("default", "there_and_back", "not_null", "volatile")}
 
 
@@ -142,7 +142,7 @@ def test_ddl_of_tables_that_are_captured_otherwise(databases: Databases, tmp_pat
 
 
 def assert_followed(pipeline: Tables, cases: Mapping[str, Sequence[str]], not_seen: Collection[str] = ()) -> None:
-    """Play data, DDL and data in one batch, and check that what can be followed is; ``not_seen`` is not captured."""
+    """Play data, DDL and data in one batch, and check that it is followed if possible; ``not_seen`` is not captured."""
     read = pipeline.reads()
     pipeline.play(*DATA)
     for case, ddl in cases.items():
@@ -228,7 +228,7 @@ SCRIPTS = {
 
 @pytest.mark.parametrize("mode", ["mirror", "changelog"])
 def test_scripts_of_data_and_ddl(tables: Callable[..., Tables], mode: Mode) -> None:
-    """All in one batch, table by table; then each table's batch for itself."""
+    """All of it arrives in one batch, table by table; then in a separate batch per table."""
     scripts = {name: script for name, script in SCRIPTS.items() if name != "key_renamed_for_good"}
     pipeline = tables(scripts, mode)
     for case, script in scripts.items():
@@ -315,7 +315,7 @@ def test_a_transaction_larger_than_a_batch(tables: Callable[..., Tables], where:
     ],
 )
 def test_ddl_between_chunks(databases: Databases, tmp_path: Path, ddl: str) -> None:
-    """A chunk is not read under another definition than the chunks before it: the table is read again as a whole."""
+    """A chunk is never read under a different definition than earlier chunks: the whole table is re-read."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], snapshot={"chunk_rows": 4})
     pipeline.source(*(s.format(t="public.t") for s in (TABLE, ROWS)))
     record = pipeline.provision()
@@ -324,8 +324,8 @@ def test_ddl_between_chunks(databases: Databases, tmp_path: Path, ddl: str) -> N
     result = copy_chunk_of(pipeline.pipeline, pipeline.chunk(1).chunk)
     assert isinstance(result, SchemaChanged)
     with run_part(pipeline.pipeline, "snapshot-0", None) as (run, _):
-        assert readopt(run, record.targets[0]) == 12
-        assert readopt(run, record.targets[0]) == 0, "another part of the run has done it"
+        assert reread_changed(run, record.targets[0]) == 12
+        assert reread_changed(run, record.targets[0]) == 0, "another part of the run has done it"
     assert not pipeline.record.unfinished
     pipeline.source("DELETE FROM public.t WHERE id = 3")
     pipeline.apply()

@@ -1,4 +1,4 @@
-"""DDL that cannot be followed: the pipeline stops before it, and goes on after the repair that the error names."""
+"""DDL that the stream cannot follow: it stops before the DDL, and continues after the repair that the error names."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def name_another(*tables: str) -> Callable[[PipelineUnderTest], None]:
 class Stop:
     """A change that stops the pipeline.
 
-    :param ddl: at the source, between data.
-    :param words: of the error.
-    :param repair: what its solution names.
-    :param written: the table that data is written to then, ``None`` for no data.
-    :param after: the table that goes on, ``None`` if it is gone.
-    :param first: what is done at the source before the stream is applied.
-    :param target: what is done at the target.
+    :param ddl: statements at the source, between data.
+    :param words: pattern of the error.
+    :param repair: pattern of its solution.
+    :param written: the table that data is written to afterwards, ``None`` for no data.
+    :param after: the table that continues, ``None`` if it is gone.
+    :param first: statements at the source before the stream is applied.
+    :param target: statements at the target.
     """
 
     ddl: tuple[str, ...]
@@ -97,7 +97,7 @@ STOPS = {
     "dropped, a changelog": Stop(
         ("DROP TABLE public.t",), "dropped", name_another(), written=None, after=None, mode="changelog"
     ),
-    "made anew": Stop(ANEW, "made anew", resnapshot),
+    "recreated": Stop(ANEW, "recreated", resnapshot),
     "unpublished": Stop(("ALTER PUBLICATION {} DROP TABLE public.t",), "no longer in publication", resnapshot),
     "unpublished, a changelog": Stop(
         ("ALTER PUBLICATION {} DROP TABLE public.t",), "no longer in publication", resnapshot, mode="changelog"
@@ -143,7 +143,7 @@ def test_what_cannot_be_followed_stops_before_it(databases: Databases, tmp_path:
     pipeline.source(*(statement.format(publication) for statement in stop.ddl))
     if name != "name taken":
         write(stop.written)
-    for _ in range(2):  # going on without the repair changes nothing
+    for _ in range(2):  # continuing without the repair changes nothing
         with pytest.raises(CannotFollow, match=stop.words):
             pipeline.apply()
         if stop.mode == "mirror":
@@ -166,7 +166,7 @@ def test_what_cannot_be_followed_stops_before_it(databases: Databases, tmp_path:
 
 @dataclass(frozen=True)
 class Remedy:
-    """What stands in the way at the target, and what is done about it, each time that the stream stops."""
+    """An obstacle at the target, and its remedy each time that the stream stops."""
 
     ddl: str
     obstacle: str
@@ -219,7 +219,7 @@ REMEDIES = {
 
 @pytest.mark.parametrize("mode", ["mirror", "changelog"])
 def test_what_helps_against_a_refusal_loses_no_value(tables: Callable[..., Tables], mode: Mode) -> None:
-    """Each case in a table of its own; one after the other stops the stream."""
+    """Each case has its own table; one after the other stops the stream."""
     cases = {case: remedy for case, remedy in REMEDIES.items() if mode in remedy.modes}
     pipeline = tables(cases, mode)
     for case, remedy in cases.items():
@@ -229,7 +229,7 @@ def test_what_helps_against_a_refusal_loses_no_value(tables: Callable[..., Table
     pipeline.play(*DATA)
     left = {case: list(remedy.remedies) for case, remedy in cases.items()}
     while any(left.values()):
-        # Before a table is read again it is looked at as any other target; what lacks the key is not one.
+        # Before a table is re-read, its target is checked like any other; without the key it is refused.
         with pytest.raises((CannotFollow, ForeignTable)) as refused:
             pipeline.apply()
         (case,) = (case for case in cases if f"public.{case} " in refused.value.message)

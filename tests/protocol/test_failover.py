@@ -1,8 +1,8 @@
-"""The source fails over to a standby, or its address moves: followed where nothing is missing, else refused.
+"""The source fails over to a standby, or its address moves: followed if nothing is missing, otherwise refused.
 
-A promoted standby is on another timeline. It continues the slot only if that was synchronised to it (Postgres 17 and
-newer), and the sink only if everything that was applied, and every chunk's H, lies before the point where it left the
-old timeline. What comes after was the old primary's alone.
+A promoted standby is on another timeline. It continues the slot only if the slot was synchronized to it (Postgres 17
+and newer). It continues the sink only if everything that was applied, and every chunk's H, precedes the point where it
+left the old timeline. Everything after that point existed only on the old primary.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def primary(make_server: ServerMaker) -> PostgresServer:
-    """A Postgres 18 that keeps the log for a standby."""
+    """Run a Postgres 18 that keeps the log for a standby."""
     server = make_server("18")
     execute(server.dsn(), "SELECT pg_create_physical_replication_slot('standby', true)")
     return server
@@ -53,7 +53,7 @@ def primary(make_server: ServerMaker) -> PostgresServer:
 
 @pytest.fixture
 def standby(primary: PostgresServer, server_directory: Path) -> Iterator[PostgresServer]:
-    """A standby of the primary, running."""
+    """Return a running standby of the primary."""
     directory = server_directory / f"standby{primary.port}"
     directory.mkdir()
     primary.account.own(directory)
@@ -83,7 +83,7 @@ wal_retrieve_retry_interval = 100
 
 @pytest.fixture
 def pipeline(primary: PostgresServer, databases: Databases, tmp_path: Path) -> PipelineUnderTest:
-    """A changelog whose stream has applied a change."""
+    """Return a changelog whose stream has applied a change."""
     pair = Databases(primary.dsn(), databases.target)
     under_test = PipelineUnderTest(tmp_path, pair, ["public.t"], sink={"mode": "changelog"}, pipeline="failover")
     under_test.source(TABLE, ROWS)
@@ -95,16 +95,16 @@ def pipeline(primary: PostgresServer, databases: Databases, tmp_path: Path) -> P
 
 
 def synchronise(pipeline: PipelineUnderTest, standby: PostgresServer) -> None:
-    """Bring the slot to the standby, as a synchronisation worker there does now and then.
+    """Synchronize the slot to the standby, as a worker there does from time to time.
 
-    The standby takes over a slot only at a place that it can decode from, so the stream has to move on until there.
+    The standby adopts a slot only at a position from which it can decode, so the stream has to advance to there.
     """
     condition = f"FROM pg_replication_slots WHERE slot_name = '{pipeline.pipeline.source.slot}'"
     primary, positions = pipeline.databases.source, f"SELECT restart_lsn, confirmed_flush_lsn {condition}"
     with psycopg.connect(standby.dsn(), autocommit=True) as connection:
 
         def done() -> bool:
-            # Up to a record of running transactions and no further: a marker would begin a transaction of its own.
+            # Up to a record of running transactions and no further: a marker would start its own transaction.
             ((running,),) = pipeline.source_rows("SELECT pg_log_standby_snapshot()::text")
             apply_stream(pipeline.pipeline, parse_lsn(running))
             await_replay(pipeline, standby)
@@ -123,7 +123,7 @@ def await_replay(pipeline: PipelineUnderTest, standby: PostgresServer) -> None:
 
 
 def fail_over(pipeline: PipelineUnderTest, primary: PostgresServer, standby: PostgresServer) -> None:
-    """The primary dies, the standby is promoted, and the pipeline's source is the standby from now on."""
+    """Kill the primary, promote the standby, and use it as the pipeline's source from now on."""
     primary.kill()
     execute(standby.dsn(), "SELECT pg_promote()")
     move(pipeline, standby)
@@ -138,7 +138,7 @@ def move(pipeline: PipelineUnderTest, server: PostgresServer) -> None:
 def test_a_failover_with_the_slot(
     pipeline: PipelineUnderTest, primary: PostgresServer, standby: PostgresServer
 ) -> None:
-    """The stream goes on where it was on the old timeline, and so does the filter of rows that have been read again."""
+    """The stream continues where it was on the old timeline, and so does the filter of re-read rows."""
     slot = pipeline.pipeline.source.slot
     assert pipeline.source_rows(f"SELECT failover FROM pg_replication_slots WHERE slot_name = '{slot}'") == [(True,)]
     synchronise(pipeline, standby)
@@ -159,7 +159,7 @@ def test_a_failover_with_the_slot(
     pipeline.assert_verified()
     assert pipeline.record.identity["timeline"] == 2
     assert [switch.timeline for switch in read_history(standby.dsn(), 2)] == [1]
-    # Each change once, and none of what had been read again.
+    # Each change occurs once, and re-read changes do not occur.
     changes = pipeline.target_rows("SELECT id FROM public.t WHERE _op = 'u' AND body <> 'streamed' ORDER BY 1")
     assert [key for (key,) in changes] == [2, 3, 13]
     commands.resnapshot(pipeline.pipeline, tables=["public.t"])
@@ -171,7 +171,7 @@ def without_slot(pipeline: PipelineUnderTest, standby: PostgresServer) -> None:
 
 
 def applied_more(pipeline: PipelineUnderTest, standby: PostgresServer) -> None:
-    """The sink gets what the standby has not got, before the primary dies."""
+    """Apply changes in the sink that the standby has not received, and then kill the primary."""
     synchronise(pipeline, standby)
     standby.stop()
     pipeline.source("UPDATE public.t SET body = 'only on the old primary' WHERE id = 7")
@@ -179,7 +179,7 @@ def applied_more(pipeline: PipelineUnderTest, standby: PostgresServer) -> None:
 
 
 def read_more(pipeline: PipelineUnderTest, standby: PostgresServer) -> None:
-    """Rows are read again that the standby has not got; nothing is applied after."""
+    """Re-read rows that the standby has not received, and apply nothing afterwards."""
     synchronise(pipeline, standby)
     standby.stop()
     pipeline.source("UPDATE public.t SET body = 'only on the old primary' WHERE id = 7")
@@ -187,7 +187,7 @@ def read_more(pipeline: PipelineUnderTest, standby: PostgresServer) -> None:
 
 
 def made_on_the_standby(pipeline: PipelineUnderTest, standby: PostgresServer) -> None:
-    """The standby has a slot of that name of its own, for which the primary keeps no rows of the catalog."""
+    """Give the standby its own slot of that name, for which the primary keeps no rows of the catalog."""
     slot = pipeline.pipeline.source.slot
     execute(standby.dsn(), "ALTER SYSTEM SET hot_standby_feedback = off", "SELECT pg_reload_conf()")
     kept = "SELECT catalog_xmin FROM pg_replication_slots WHERE slot_name = 'standby'"
@@ -198,7 +198,7 @@ def made_on_the_standby(pipeline: PipelineUnderTest, standby: PostgresServer) ->
             lambda: bool(pipeline.source_rows("SELECT pg_log_standby_snapshot()")) and made.done(), SECONDS
         )
         made.result()
-    remove = f"SELECT pg_drop_replication_slot('{slot}')"  # that of the primary would keep them
+    remove = f"SELECT pg_drop_replication_slot('{slot}')"  # otherwise the primary's slot would keep them
     pipeline.source(remove, "CREATE TABLE public.x ()", "DROP TABLE public.x", "VACUUM pg_catalog.pg_class")
     why = f"SELECT invalidation_reason FROM pg_replication_slots WHERE slot_name = '{slot}'"
     assert await_condition(lambda: query_rows(standby.dsn(), why) == [("rows_removed",)], SECONDS)
@@ -212,7 +212,7 @@ def made_on_the_standby(pipeline: PipelineUnderTest, standby: PostgresServer) ->
         (applied_more, r"timeline 1, of which the sink has .*, was left at"),
         (read_more, r"timeline 1, of which the sink has .*, was left at"),
     ],
-    ids=["slot not synchronised", "slot of the standby's own", "sink ahead of the switch", "read ahead of the switch"],
+    ids=["slot not synchronized", "slot of the standby's own", "sink ahead of the switch", "read ahead of the switch"],
 )
 def test_a_failover_that_leaves_something_behind(
     pipeline: PipelineUnderTest,
@@ -225,7 +225,7 @@ def test_a_failover_that_leaves_something_behind(
     primary.kill()
     standby.start()
     fail_over(pipeline, primary, standby)
-    # The log of the new timeline passes what the sink has, so that positions alone tell nothing.
+    # The log of the new timeline passes the sink's position, so positions alone show nothing.
     pipeline.source(*LOST, "SELECT pg_switch_wal()", "CREATE TABLE public.x ()")
     ((end,),) = pipeline.source_rows("SELECT pg_current_wal_flush_lsn()::text")
     assert parse_lsn(end) > max(pipeline.record.applied, pipeline.record.high)
@@ -236,7 +236,7 @@ def test_a_failover_that_leaves_something_behind(
 
 @pytest.fixture
 def address(pipeline: PipelineUnderTest, primary: PostgresServer) -> Iterator[Proxy]:
-    """An address by which the pipeline reaches the primary, until it is moved."""
+    """Return a proxy by which the pipeline reaches the primary, until it is moved."""
     proxy = Proxy(primary.port)
     through = pipeline.pipeline.source.dsn.replace(f":{primary.port}/", f":{proxy.port}/")
     restart = {"strategy": "fixed-delay", "delay": "100 ms"}
@@ -248,7 +248,7 @@ def address(pipeline: PipelineUnderTest, primary: PostgresServer) -> Iterator[Pr
 def stream_through(
     pipeline: PipelineUnderTest, monkeypatch: pytest.MonkeyPatch, strike: Callable[[], None]
 ) -> list[CdcError]:
-    """Stream as the job does, struck between the gate and the replication connection; return what its attempts met."""
+    """Stream like the job, with an event between the gate and the replication connection; return its errors."""
     errors: list[CdcError] = []
     open_replication = replication.open_replication
 
@@ -277,7 +277,7 @@ def test_an_address_that_moves_to_the_promoted_standby_after_the_gate(
     address: Proxy,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The stream does not begin on another timeline than the gate has seen; the gate then finds that it may."""
+    """The stream does not start on a timeline other than the gate's; the gate then finds that it may."""
     synchronise(pipeline, standby)
     read = chunk_task(pipeline.pipeline, pipeline.chunk(0).chunk).read
     pipeline.source(*LOST)
@@ -294,7 +294,7 @@ def test_an_address_that_moves_to_the_promoted_standby_after_the_gate(
     assert "leads to another server" in error.message
     assert "timeline 2" in error.message
     assert pipeline.record.identity["timeline"] == 2
-    reader = SnapshotReader(read)  # of a task that was planned before
+    reader = SnapshotReader(read)  # for a task that was planned earlier
     with pytest.raises(StreamFailed, match="timeline 2"):
         list(reader.batches())
     reader.close()
@@ -304,7 +304,7 @@ def test_an_address_that_moves_to_the_promoted_standby_after_the_gate(
 def test_an_address_that_moves_to_another_cluster_after_the_gate(
     pipeline: PipelineUnderTest, address: Proxy, make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a table, a publication and a slot of the same names: nothing of it arrives, and its positions do not."""
+    """It has a table, a publication and a slot of the same names: nothing arrives from it, including its positions."""
     other, names = make_server("18"), pipeline.pipeline.source
     execute(
         other.dsn(),
@@ -323,7 +323,7 @@ def test_an_address_that_moves_to_another_cluster_after_the_gate(
 def test_an_address_that_moves_after_the_reader_has_connected(
     pipeline: PipelineUnderTest, primary: PostgresServer, standby: PostgresServer, address: Proxy
 ) -> None:
-    """The old primary lives on, as in a partition. What the new one says does not vouch for what the old one writes."""
+    """The old primary stays alive, as in a partition. The new one's answers do not cover the old one's changes."""
     synchronise(pipeline, standby)
     with run_part(pipeline.pipeline, "stream", None) as (run, record):
         job = StreamJob(None, run, record, lambda progress: None)  # type: ignore[arg-type]
@@ -349,7 +349,7 @@ def test_an_address_that_moves_after_the_reader_has_connected(
 def test_a_slot_that_is_moved_after_the_gate(
     pipeline: PipelineUnderTest, address: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Postgres would forward the start to where the slot is, and what lies between would never arrive."""
+    """Postgres would move the start forward to the slot's position, and everything in between would never arrive."""
     slot = pipeline.pipeline.source.slot
     advance = f"SELECT pg_replication_slot_advance('{slot}', pg_current_wal_flush_lsn())"
     before = content(pipeline)

@@ -1,8 +1,8 @@
-"""A walk over all failpoints: at each the run breaks off, dies, or is overtaken while it stands still; then it goes on.
+"""A tour of all failpoints: at each the run fails, dies, or is overtaken while halted; then another run continues.
 
-Writers are at work all the while. A mirror and a changelog of the same table are made side by side: in the end the
-mirror equals the source, and the changelog holds each change once. The runs are processes without Spark; the places
-where Spark matters are killed with it in ``test_crashes.py``.
+Writers are active all the time. A mirror and a changelog of the same table are made in parallel. In the end the mirror
+equals the source, and the changelog holds each change once. The runs are processes without Spark; ``test_crashes.py``
+kills runs with Spark at the places where it matters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import airflow_cdc_provider
 from airflow_cdc_provider.engine.core.errors import Failpoint
 from airflow_cdc_provider.engine.core.failpoint import VARIABLE, failpoint
 from tests.conftest import Databases
-from tests.support.audited import AUDITED, assert_exactly_once, writing
+from tests.support.audited import AUDITED, LONG_PAUSE, assert_exactly_once, writing
 from tests.support.pipelines import PipelineUnderTest
 from tests.support.sparkless import DONE, FAILED, SparklessRun
 
@@ -34,9 +34,9 @@ PLACES = sorted(
         for name in re.findall(r'\bfailpoint\("([^"]+)"\)', path.read_text(encoding="utf-8"))
     }
 )
-# A run that comes after one which ended there finds this done.
+# A run that follows one that ended there finds this work done.
 ONCE = {"after-plan", "after-redefinition", "unit-cut"}
-# The steps of the protocol, each with the places before and after it.
+# The steps of the protocol, each with the failpoints before and after it.
 STEPS = {
     "slot creation": ("before-slot", "after-slot"),
     "barrier": ("before-barrier", "after-barrier"),
@@ -59,7 +59,7 @@ STEPS = {
 
 @pytest.fixture
 def pipelines(databases: Databases, tmp_path: Path) -> Iterator[list[PipelineUnderTest]]:
-    """A mirror and a changelog of ``public.t``, in three chunks; in the end no run of theirs is left."""
+    """Yield a mirror and a changelog of ``public.t``, in three chunks; in the end none of their runs is left."""
     made = []
     for mode in ("mirror", "changelog"):
         directory = tmp_path / mode
@@ -82,7 +82,7 @@ def pipelines(databases: Databases, tmp_path: Path) -> Iterator[list[PipelineUnd
 
 
 def prepare(pipelines: list[PipelineUnderTest], place: str) -> None:
-    """For the places at which DDL is followed: a table that is copied and streamed, and has gained a column since."""
+    """Prepare failpoints at which DDL is followed: a table that is copied and streamed, and then gains a column."""
     if place not in ("unit-cut", "before-redefinition", "after-redefinition"):
         return
     for pipeline in pipelines:
@@ -95,14 +95,14 @@ def prepare(pipelines: list[PipelineUnderTest], place: str) -> None:
 
 
 def rereads(place: str) -> dict[str, tuple[str, ...]]:
-    """What a run is given to get to places that are on the way only when a table is to be read again."""
+    """Return the arguments that make a run reach failpoints on paths that only a re-read takes."""
     if "reread" in place:
         return {"reread": ("public.t",)}
     return {"asked": ("public.t",)} if place.endswith(("-request", "-outcome")) else {}
 
 
 def check(pipelines: list[PipelineUnderTest]) -> None:
-    """Bring both up to date; the mirror is the source, the changelog has everything once."""
+    """Bring both up to date; check that the mirror equals the source and that the changelog has everything once."""
     for pipeline in pipelines:
         pipeline.apply()
         if pipeline.pipeline.sink.mode == "mirror":
@@ -121,14 +121,14 @@ def test_every_step_has_its_places(step: str) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_runs_that_end_there(pipelines: list[PipelineUnderTest], place: str) -> None:
-    """By an error, and the next by its death; the changelog's by its death alone."""
+    """The mirror's run ends by an error, and the next by its death; the changelog's run only by its death."""
     if rereads(place):
-        del pipelines[1]  # a changelog says that rows are read again; the audit trail does not know
+        del pipelines[1]  # a changelog records that rows are re-read; the audit trail does not know it
     mirror, again = pipelines[0], rereads(place)
-    # Of chunks the second, so that there is one that must stay as it is.
+    # Fail at the second chunk, so that one exists that must stay as it is.
     number = 2 if "-chunk-" in place else 1
     prepare(pipelines, place)
-    with writing(mirror.databases.source):
+    with writing(mirror.databases.source, LONG_PAUSE):
         failed = SparklessRun(mirror.file, f"{place}:error:{number}", **again)
         assert (failed.wait(), "Failpoint" in failed.message) == (FAILED, True), failed.message
         armed = {pipeline.file: f"{place}:kill:{1 if pipeline is mirror else number}" for pipeline in pipelines}
@@ -142,11 +142,11 @@ def test_runs_that_end_there(pipelines: list[PipelineUnderTest], place: str) -> 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_run_that_is_overtaken_there(pipelines: list[PipelineUnderTest], place: str) -> None:
-    """What it does when it wakes up must do no harm: it is fenced, or has nothing left to do."""
+    """What it does after waking up must do no harm: it is fenced, or has nothing left to do."""
     del pipelines[0 if not rereads(place) else 1]
     (pipeline,) = pipelines
     prepare(pipelines, place)
-    with writing(pipeline.databases.source):
+    with writing(pipeline.databases.source, LONG_PAUSE):
         paused = SparklessRun(pipeline.file, f"{place}:pause:1", **rereads(place))
         try:
             paused.await_pause()

@@ -1,7 +1,7 @@
-"""The hazards of Postgres that the protocol is built around: each struck on a naive reader, and missed by ours.
+"""The hazards of Postgres around which the protocol is built: each hits a naive reader, and misses the engine.
 
-A naive reader does what the documentation suggests and forgets one thing. What the other test modules show of the same
-kind, with ours alone, is not repeated here; ``docs/concepts.md`` has the list of all hazards and their tests.
+A naive reader does what the documentation suggests and forgets one thing. Hazards that other test modules show with the
+engine alone are not repeated here; ``docs/hazards.md`` lists all hazards with their tests.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Make = Callable[..., PipelineUnderTest]
 
 @pytest.fixture
 def make_pipeline(databases: Databases, tmp_path: Path) -> Make:
-    """Makes a pipeline of tables that the statements create; its source may be a server of the test's own."""
+    """Return a factory of pipelines of tables that the statements create; the source may be the test's own server."""
 
     def make(*statements: str, server: PostgresServer | None = None, **sections: Any) -> PipelineUnderTest:
         pair = databases if server is None else Databases(server.dsn(), databases.target)
@@ -66,7 +66,7 @@ def running(pipeline: PipelineUnderTest) -> PipelineUnderTest:
 
 @contextmanager
 def naive_slot(dsn: str, publication: str, start: str = "0/0") -> Iterator[Callable[[], list[tuple[str | None, ...]]]]:
-    """A slot of its own; gives a function that reads all rows that it streams now, as texts of the new values."""
+    """Create another slot, and yield a function that reads all rows that it streams, as texts of the new values."""
     name = f"naive_{dsn.rpartition('/')[2]}"
     execute(dsn, f"SELECT pg_create_logical_replication_slot('{name}', 'pgoutput')")
     try:
@@ -101,7 +101,7 @@ def await_reply(pipeline: PipelineUnderTest) -> None:
 
 
 def test_an_orphan_prepared_transaction_is_named_by_slot_and_barrier(make_pipeline: Make) -> None:
-    """It has no session, so that who looks for sessions finds nothing to wait for."""
+    """It has no session, so a search for sessions finds nothing to wait for."""
     pipeline = make_pipeline(TABLE, ROWS)
     names = pipeline.pipeline.source
     with psycopg.connect(names.dsn, autocommit=True) as connection:
@@ -120,7 +120,7 @@ def test_an_orphan_prepared_transaction_is_named_by_slot_and_barrier(make_pipeli
 
 
 def test_a_table_that_is_added_while_a_transaction_writes_to_it(make_pipeline: Make) -> None:
-    """The stream leaves out what a transaction wrote before the table was published, so chunks must wait for it."""
+    """The stream leaves out rows that were written before the table was published, so chunks must wait."""
     pipeline = running(make_pipeline(TABLE, ROWS, "CREATE TABLE public.u (id int PRIMARY KEY, body text)"))
     dsn = pipeline.databases.source
     pipeline.change(source={"tables": ["public.t", "public.u"]})
@@ -153,7 +153,7 @@ def test_a_rewrite_empties_the_table_for_older_snapshots(make_pipeline: Make) ->
     with transaction(dsn, "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ", "SELECT pg_current_snapshot()") as naive:
         pipeline.source(rewrite)
         assert naive.execute("SELECT count(*) FROM public.t").fetchone() == (0,)
-    # Ours locks first, see races/test_reads.
+    # The engine locks first, see races/test_reads.
     with transaction(
         dsn,
         "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY",
@@ -187,7 +187,7 @@ def test_a_policy_hides_rows_from_the_read_and_not_from_the_stream(make_pipeline
 
 
 def test_a_database_whose_transactions_are_serializable(databases: Databases) -> None:
-    """Commits of chunks beside each other would fail, and so would a fence that has to wait for another's."""
+    """Concurrent commits of chunks would fail, and so would a fence that has to wait for another run's."""
     name = databases.source.rpartition("/")[2]
     execute(databases.source, f"ALTER DATABASE {name} SET default_transaction_isolation = serializable")
     with connected(databases.source) as connection, adbc.connect(session_dsn(databases.source, "test")) as reading:
@@ -200,7 +200,7 @@ def test_a_database_whose_transactions_are_serializable(databases: Databases) ->
 def test_settings_of_a_role_change_the_texts_of_the_stream(
     make_pipeline: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A walsender has them too: values would be rounded, and days taken for months."""
+    """They also apply to a walsender: values would be rounded, and days interpreted as months."""
     columns = "id int PRIMARY KEY, f float8, d date, i interval, b bytea, z timestamptz"
     pipeline = make_pipeline(f"CREATE TABLE public.t ({columns})")
     role = f"settings_{pipeline.name}"
@@ -245,7 +245,7 @@ def test_settings_of_a_role_change_the_texts_of_the_stream(
 
 
 def test_a_crash_gives_transaction_ids_out_again(make_server: ServerMaker) -> None:
-    """A snapshot from before would take the second transaction for the first. Ours is flushed first, see races."""
+    """An older snapshot would mistake the second transaction for the first. The engine flushes first, see races."""
     server = make_server(settings={"wal_writer_delay": "10s", "autovacuum": "off"})
     execute(server.dsn(), TABLE)
     insert = "INSERT INTO public.t VALUES ({}, 'x') RETURNING pg_current_xact_id()::text"
@@ -262,7 +262,7 @@ def test_a_crash_gives_transaction_ids_out_again(make_server: ServerMaker) -> No
 def test_restart_lsn_follows_unless_a_prepared_transaction_holds_it(
     make_pipeline: Make, make_server: ServerMaker
 ) -> None:
-    """Of its own accord, while a reader is connected; one of another database holds it, whatever is acknowledged."""
+    """It advances while a reader is connected; a transaction in another database holds it despite acknowledgments."""
     server = make_server(settings={"max_prepared_transactions": "2"})
     pipeline = running(make_pipeline(TABLE, ROWS, server=server))
     execute(server.dsn(), "CREATE DATABASE other")
@@ -283,7 +283,7 @@ def test_restart_lsn_follows_unless_a_prepared_transaction_holds_it(
             connection.execute(statement)
     begun = pipeline.marker()
     stream.until(lambda: look()["confirmed_flush"] >= begun, "the marker")
-    for _ in range(3):  # three of the server's own records of running transactions, without the wait for them
+    for _ in range(3):  # three of the server's records of running transactions, without waiting for them
         pipeline.source("SELECT pg_log_standby_snapshot()")
         goal = pipeline.marker()
         stream.until(lambda: look()["confirmed_flush"] >= goal, "the record")  # noqa: B023
@@ -301,7 +301,7 @@ def test_restart_lsn_follows_unless_a_prepared_transaction_holds_it(
 
 
 def test_the_insert_position_of_an_idle_server_is_never_reached(make_pipeline: Make, make_server: ServerMaker) -> None:
-    """After a switch of segments it stands behind a header that nobody writes, so that it is no target to wait for."""
+    """After a switch of segments it is behind a header that is never written, so it is not a position to wait for."""
     pipeline = running(make_pipeline(TABLE, ROWS, server=make_server(settings={"checkpoint_timeout": "1h"})))
     pipeline.source("SELECT pg_switch_wal()")
     ahead = "SELECT pg_current_wal_insert_lsn() > pg_current_wal_flush_lsn(), pg_current_wal_insert_lsn()::text"
@@ -313,7 +313,7 @@ def test_the_insert_position_of_an_idle_server_is_never_reached(make_pipeline: M
         with ThreadPoolExecutor(1) as pool:
             reached = pool.submit(naive.reach, parse_lsn(insert))
             for _ in range(2):
-                await_reply(pipeline)  # the server has been asked for its position, and has told it
+                await_reply(pipeline)  # the server has been asked for its position, and has reported it
             assert not reached.done()
             pipeline.marker()
             reached.result(SECONDS)
@@ -325,7 +325,7 @@ def test_the_insert_position_of_an_idle_server_is_never_reached(make_pipeline: M
 
 
 def test_a_start_beyond_the_end_of_the_log_is_accepted(make_pipeline: Make) -> None:
-    """And what is committed until the log gets there is never sent. Ours refuses, see ``repairs``."""
+    """All that is committed until the log gets there is never sent. The engine refuses, see ``repairs``."""
     pipeline = make_pipeline(TABLE, "CREATE PUBLICATION naive FOR TABLE public.t")
     ((beyond,),) = pipeline.source_rows("SELECT (pg_current_wal_flush_lsn() + 4000000)::text")
     with naive_slot(pipeline.databases.source, "naive", beyond) as streamed:
@@ -336,7 +336,7 @@ def test_a_start_beyond_the_end_of_the_log_is_accepted(make_pipeline: Make) -> N
 
 
 def test_changes_are_skipped_while_a_publication_does_not_exist(make_pipeline: Make, make_server: ServerMaker) -> None:
-    """From Postgres 18 on with no more than a warning in the server's log. Ours refuses, see also ``repairs``."""
+    """From Postgres 18 on there is only a warning in the server's log. The engine refuses, see also ``repairs``."""
     server = make_server("18")
     execute(server.dsn(), TABLE, "CREATE PUBLICATION naive FOR TABLE public.t")
     with naive_slot(server.dsn(), "naive") as streamed:
@@ -367,7 +367,7 @@ def test_changes_are_skipped_while_a_publication_does_not_exist(make_pipeline: M
 
 
 def test_truncates_of_a_partition_are_not_published_by_way_of_the_root(make_pipeline: Make) -> None:
-    """Ours publishes leaves, see test_gate."""
+    """The engine publishes leaves, see test_gate."""
     pipeline = make_pipeline(
         "CREATE TABLE public.p (id int PRIMARY KEY) PARTITION BY RANGE (id)",
         "CREATE TABLE public.p1 PARTITION OF public.p FOR VALUES FROM (0) TO (100)",
@@ -384,9 +384,9 @@ def test_truncates_of_a_partition_are_not_published_by_way_of_the_root(make_pipe
 
 
 def test_keepalives_acknowledge_nothing(make_pipeline: Make, make_server: ServerMaker) -> None:
-    """T1 is committed inside of T2, both have been read and neither is applied; status messages go on and on.
+    """T1 commits while T2 is open; both have been read, neither is applied, and status messages continue to be sent.
 
-    psycopg2's replication cursor acknowledges T1 here, since T2 began before what was acknowledged last.
+    psycopg2's replication cursor acknowledges T1 here, because T2 began before the last acknowledged position.
     """
     server = make_server(settings={"wal_sender_timeout": "1s"})
     pipeline = running(make_pipeline(TABLE, ROWS, server=server))
@@ -409,7 +409,7 @@ def test_keepalives_acknowledge_nothing(make_pipeline: Make, make_server: Server
 
 
 def test_a_key_of_another_index(make_pipeline: Make) -> None:
-    """REPLICA IDENTITY USING INDEX: a change of the primary key carries no old key, so that the index is the key."""
+    """With REPLICA IDENTITY USING INDEX, a change of the primary key carries no old key, so the index is the key."""
     pipeline = make_pipeline(
         "CREATE TABLE public.t (id int PRIMARY KEY, code int NOT NULL CONSTRAINT other UNIQUE, body text)",
         "ALTER TABLE public.t REPLICA IDENTITY USING INDEX other",
@@ -431,7 +431,7 @@ def test_a_key_of_another_index(make_pipeline: Make) -> None:
 
 
 def test_a_truncate_empties_the_table_for_older_snapshots(make_pipeline: Make) -> None:
-    """A reader of the target who began before would see a hole. Ours deletes rows."""
+    """A reader of the target whose snapshot is older would see a hole. The engine deletes rows."""
     pipeline = running(make_pipeline(TABLE, ROWS))
     pipeline.target("CREATE TABLE public.naive AS TABLE public.t")
     begin = ("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ", "SELECT pg_current_snapshot()")
@@ -445,7 +445,7 @@ def test_a_truncate_empties_the_table_for_older_snapshots(make_pipeline: Make) -
 
 
 def test_a_plain_select_does_not_fence(make_pipeline: Make) -> None:
-    """The old writer reads its epoch, is overtaken, and commits. Ours locks the row, see races/test_epoch."""
+    """The old writer reads its epoch, is overtaken, and commits. The engine locks the row, see races/test_epoch."""
     pipeline = make_pipeline()
     pipeline.target("CREATE TABLE public.epoch (epoch int)", "INSERT INTO public.epoch VALUES (1)", TABLE)
     for lock, landed in (("", True), (" FOR SHARE", False)):
@@ -460,5 +460,5 @@ def test_a_plain_select_does_not_fence(make_pipeline: Make) -> None:
             old.execute("INSERT INTO public.t VALUES (1, 'of the old writer')")
             old.commit()
             overtaking.result(SECONDS)
-        # Landed after the new epoch began, or before: then the new writer knows of it.
+        # It landed after the new epoch began, or earlier, and then the new writer knows of it.
         assert overtaken is landed

@@ -1,4 +1,4 @@
-"""``messages: {values: false}``: no value of a row, and no bound of a key, in what a pipeline says or leaves."""
+"""``messages: {values: false}``: a pipeline's messages and files contain no value of a row, and no bound of a key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from airflow_cdc_provider.engine.core.chunk_ranges import plan_groups
 from airflow_cdc_provider.engine.core.errors import CdcError, StreamFailed, TargetConflict, ValueRefused
 from airflow_cdc_provider.engine.spark.session import defaults_on
 from airflow_cdc_provider.hooks.cdc import load_pipeline
-from airflow_cdc_provider.hooks.keeper import failure_of
+from airflow_cdc_provider.hooks.keeper import job_failure
 from tests.conftest import Databases
 from tests.support.pipelines import PipelineUnderTest
 
@@ -33,7 +33,7 @@ def test_errors_that_may_quote_rows_say_what_is_known_without_them(kind: type[Cd
     for without, said in ((None, "may quote rows"), ("column 'a' refuses", "column 'a' refuses")):
         error = kind(f"column 'a' refuses {VALUE}", "Change it.", without)
         for each in (error, pickle.loads(pickle.dumps(error))):
-            each.tell_place("dw")
+            each.prefix_message("dw")
             assert said in each.message
             assert VALUE not in f"{each!r} {each} {each.as_dict()}"
 
@@ -57,13 +57,13 @@ def test_bounds_are_in_no_title_and_no_label(hidden: None) -> None:
 
 def test_executors_hide_them_too(hidden: None) -> None:
     assert defaults_on("spark://m:7077")["spark.executorEnv.AIRFLOW_CDC_HIDE_VALUES"] == "1"
-    assert VALUE not in failure_of(1, VALUE)["solution"]
+    assert VALUE not in job_failure(1, VALUE)["solution"]
 
 
 def test_a_pipeline_that_a_value_stops(
     databases: Databases, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(errors._HIDDEN, "1")  # undone after the test, whatever commands do
+    monkeypatch.setenv(errors._HIDDEN, "1")  # undone after the test, whatever the commands change
     monkeypatch.delenv(errors._HIDDEN)
     pipeline = PipelineUnderTest(
         tmp_path, databases, ["public.t"], messages={"values": False}, snapshot={"chunk_rows": 1}

@@ -1,7 +1,7 @@
-"""Changes of a key that the log does not tell of: under REPLICA IDENTITY FULL, and of collations.
+"""Changes of a key that the log does not contain: under REPLICA IDENTITY FULL, and of collations.
 
-By the key that the pipeline knows, rows that the source holds apart would be one, and the later would take the place
-of the other: for good, if the change is taken back before anybody has looked.
+By the key that the pipeline knows, distinct rows of the source would be one, and the later row would replace the other.
+The loss would be permanent if the change is undone before a process has noticed it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from airflow_cdc_provider.engine.postgres import replication
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.runs.commit_records import existing_record
 from airflow_cdc_provider.engine.runs.run import run_part
-from airflow_cdc_provider.engine.sources.postgres.reading import requested_reads
+from airflow_cdc_provider.engine.sources.postgres.reading import reread_requests
 from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import Barriers
-from airflow_cdc_provider.engine.sources.postgres.reading.reread import adopt
-from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import Handout
-from airflow_cdc_provider.engine.sources.postgres.stream.unit_writer import Units
+from airflow_cdc_provider.engine.sources.postgres.reading.reread import reread_as_defined
+from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import InlineStaging
+from airflow_cdc_provider.engine.sources.postgres.stream.unit_writer import UnitWriter
 from airflow_cdc_provider.engine.sources.postgres.wal import wal_reader
 from airflow_cdc_provider.engine.state.files import State
 from tests.conftest import Databases, ServerMaker, create_database
@@ -42,7 +42,7 @@ Play = Callable[..., None]
 
 @pytest.fixture(params=["before the stream", "while it looks"])
 def play(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Play:
-    """Executes statements at the source and applies them; or after the stream has looked at the catalog."""
+    """Execute statements at the source and apply them, optionally after the stream has read the catalog."""
 
     def applying(pipeline: PipelineUnderTest, *statements: str) -> None:
         if request.param == "before the stream":
@@ -66,7 +66,7 @@ def play(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pla
 
 @pytest.fixture
 def pipeline(databases: Databases, tmp_path: Path) -> PipelineUnderTest:
-    """A mirror that has streamed a change."""
+    """Return a mirror that has streamed a change."""
     return streaming(PipelineUnderTest(tmp_path, databases, ["public.t"]), TABLE, ROWS)
 
 
@@ -113,7 +113,7 @@ def test_another_key_of_a_table_that_is_renamed(pipeline: PipelineUnderTest, pla
 
 
 def test_another_key_of_a_table_that_is_dropped(databases: Databases, tmp_path: Path, play: Play) -> None:
-    """Its target stays as it is for good, so no rows may be one in it that were two; others go on without it."""
+    """Its target stays as it is forever, so distinct rows must not be merged in it; other tables continue."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.*"])
     streaming(pipeline, "CREATE TABLE public.other (id int PRIMARY KEY)", TABLE, ROWS)
     before = pipeline.target_rows("SELECT * FROM public.t ORDER BY id")
@@ -128,14 +128,14 @@ def test_another_key_of_a_table_that_is_dropped(databases: Databases, tmp_path: 
 def test_another_key_while_a_request_for_the_table_waits(
     pipeline: PipelineUnderTest, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It asks for the table as it is by now, so that there is nothing to refuse."""
+    """The request concerns the table as it is now, so there is nothing to refuse."""
     pipeline.source("CREATE TABLE public.other (id int)")
     with transaction(pipeline.databases.source, "INSERT INTO public.other VALUES (1)") as session:
         stream = Streaming(pipeline)
-        requested_reads.request(pipeline.pipeline, ["public.t"], None)
+        reread_requests.request(pipeline.pipeline, ["public.t"], None)
         stream.until(lambda: bool(pipeline.marker()) and "waits for" in str(stream.waiting), "the wait")
         pipeline.source(OTHER_KEY, *TWIN)
-        stream.until(lambda: "stream stands still: reading public.t" in caplog.text, "the unit that waits, too")
+        stream.until(lambda: "stream is blocked: reading public.t" in caplog.text, "the unit that waits, too")
         session.commit()
     stream.until(
         lambda: bool(pipeline.marker()) and not State(pipeline.pipeline.state).names("requests"), "the request's end"
@@ -158,7 +158,7 @@ def test_a_key_of_partitions_that_is_made_anew(databases: Databases, tmp_path: P
 
 @pytest.fixture
 def collated(make_server: ServerMaker, system_binaries: Path) -> Databases:
-    """Databases of one server that knows a collation by which upper and lower case are one."""
+    """Return databases of one server that has a case-insensitive collation."""
     server = make_server(binaries=system_binaries)
     for name in ("collated", "collated_target"):
         create_database(server, name)
@@ -166,18 +166,18 @@ def collated(make_server: ServerMaker, system_binaries: Path) -> Databases:
 
 
 def test_what_was_found_is_forgotten_when_the_record_has_it(pipeline: PipelineUnderTest) -> None:
-    """A key that was other at one look, and has been read again as it is since, refuses and repeats nothing."""
+    """A key that had changed at one check, and has been re-read in its current form, causes no further refusal."""
     with run_part(pipeline.pipeline, "stream", None) as (run, record), connected(pipeline.databases.source) as source:
-        units = Units(run, record, Handout())
-        units.look(source)
+        writer = UnitWriter(run, record, InlineStaging())
+        writer.check_catalog(source)
         pipeline.source(OTHER_KEY)
-        assert list(units.look(source)) == ["public.t"]
-        assert not units.done(units.applied)
+        assert list(writer.check_catalog(source)) == ["public.t"]
+        assert not writer.done(writer.applied)
         pipeline.source("ALTER TABLE public.t DROP CONSTRAINT t_pkey, ADD PRIMARY KEY (id)")
-        adopt(run, "public.t", Barriers())
-        units.record = existing_record(pipeline.pipeline)
-        assert units.look(source) == {}
-        assert units.done(units.applied)
+        reread_as_defined(run, "public.t", Barriers())
+        writer.record = existing_record(pipeline.pipeline)
+        assert writer.check_catalog(source) == {}
+        assert writer.done(writer.applied)
 
 
 NOCASE = "CREATE COLLATION public.nocase (provider = icu, locale = 'und-u-ks-level2', deterministic = false)"
@@ -193,7 +193,7 @@ KEYS = {
 
 @pytest.mark.parametrize("key", KEYS)
 def test_a_collation_of_the_key_that_is_taken_back(collated: Databases, tmp_path: Path, play: Play, key: str) -> None:
-    """What was deleted meanwhile would be taken for the row that the key's collation holds for the same."""
+    """A row deleted meanwhile would be mistaken for another row that the key's collation considers equal."""
     pipeline = PipelineUnderTest(tmp_path, collated, ["public.t"])
     pipeline.target(NOCASE)
     streaming(pipeline, NOCASE, KEYS[key], "INSERT INTO public.t VALUES ('a', 'w1'), ('b', 'w3')")
@@ -208,7 +208,7 @@ def test_a_collation_of_the_key_that_is_taken_back(collated: Databases, tmp_path
 
 
 def test_another_collation_of_the_key(collated: Databases, tmp_path: Path, play: Play) -> None:
-    """By the old one two rows would be one; the table's file stays, so that nothing but the catalog tells."""
+    """By the old collation two rows would be equal; the table's file stays, so only the catalog shows the change."""
     pipeline = PipelineUnderTest(tmp_path, collated, ["public.t"], snapshot={"chunk_rows": 3})
     pipeline.target(NOCASE)
     streaming(

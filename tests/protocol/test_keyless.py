@@ -1,4 +1,4 @@
-"""Mirrors of tables without a key: rows are what their values say, and as many as there are."""
+"""Mirrors of tables without a key: rows are identified by their values and counted."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.support.pipelines import PipelineUnderTest
 
 pytestmark = pytest.mark.slow
 
-# -- the net effect against replay --------------------------------------------------------------------
+# -- the net effect compared with replay ---------------------------------------------------------------
 
 VALUES = [None, "", "a", "NULL", "1"]
 
 
 def history(seed: int, steps: int) -> tuple[Counter[Row], list[Event]]:
-    """Rows that are there, and what happens to them; large values that stay are not sent."""
+    """Return a strategy for existing rows and changes of them; unchanged large values are not sent."""
     dice = Random(seed)
 
     def row(before: Row | None = None) -> Row:
@@ -107,14 +107,14 @@ def test_only_kept_changes_count() -> None:
 def test_a_change_that_does_not_tell_its_row_is_an_error(kind: str) -> None:
     row: Row = ("a", "1", "b", "m", "w")
     event = Event("u", row, frozenset({2}), row if kind else None, kind)
-    with pytest.raises(ProtocolError, match=r"public\.t does not tell the whole row"):
+    with pytest.raises(ProtocolError, match=r"public\.t does not carry the whole row"):
         count_rows(changes_of([event]), np.ones(1, dtype=np.bool_))
 
 
 # -- through snapshot and stream ----------------------------------------------------------------------
 
 BIG = "(SELECT string_agg(md5({} || '.' || i), '') FROM generate_series(1, 260) i)"
-# Types without equality, types whose equality is coarser than their text, NULLs, and a word that looks like one.
+# Types without equality, types whose equality is coarser than their text, NULLs, and a word that looks like NULL.
 TABLE = """
     CREATE TABLE public.t (n int, j json, p point, x numeric, c character(3), f float8, big text, "Te xt" text);
     ALTER TABLE public.t REPLICA IDENTITY FULL
@@ -133,7 +133,7 @@ Make = Callable[..., PipelineUnderTest]
 
 @pytest.fixture
 def make_pipeline(databases: Databases, tmp_path: Path) -> Make:
-    """Makes a pipeline of ``public.t``, which has no key."""
+    """Return a factory of pipelines of ``public.t``, which has no key."""
 
     def make(table: str = TABLE, rows: str = ROWS) -> PipelineUnderTest:
         pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], snapshot={"chunk_rows": 2})
@@ -188,7 +188,7 @@ def test_snapshot_and_stream(make_pipeline: Make) -> None:
 
 
 def test_truncate_and_a_transaction_in_many_pieces(make_pipeline: Make) -> None:
-    """A piece deletes rows that an earlier one of the same unit has brought."""
+    """A piece deletes rows that an earlier piece of the same unit has written."""
     pipeline = make_pipeline()
     pipeline.change(stream={"max_batch_bytes": "1MiB"})
     pipeline.provision()
@@ -208,7 +208,7 @@ def test_truncate_and_a_transaction_in_many_pieces(make_pipeline: Make) -> None:
 
 
 def test_reading_again(make_pipeline: Make) -> None:
-    """The whole table is read ahead of the stream; rows by a condition cannot be, as nothing names them."""
+    """The whole table is re-read ahead of the stream; a condition cannot select rows, because nothing names them."""
     pipeline = make_pipeline()
     pipeline.provision()
     pipeline.copy()
@@ -225,7 +225,7 @@ def test_reading_again(make_pipeline: Make) -> None:
 
 
 def test_a_mirror_that_somebody_else_has_changed(make_pipeline: Make) -> None:
-    """Copies cannot be told apart, so that a row that is missing would shift the damage to others."""
+    """Copies cannot be distinguished, so a missing row would shift the damage to others."""
     pipeline = make_pipeline()
     pipeline.provision()
     pipeline.copy()
@@ -236,7 +236,7 @@ def test_a_mirror_that_somebody_else_has_changed(make_pipeline: Make) -> None:
     kinds = {d["key"]["n"]: (d["kind"], d["key"]["Te xt"]) for d in table["differences"]}
     assert kinds == {"6": ("different", ""), "50": ("extra", None)}
     pipeline.source("DELETE FROM public.t WHERE n = 6")
-    with pytest.raises(TargetConflict, match=r"of 6 rows that public\.t has lost, the target table public\.t holds 5"):
+    with pytest.raises(TargetConflict, match=r"public\.t holds 5 of 6 rows that public\.t has deleted"):
         pipeline.apply()
     commands.resnapshot(pipeline.pipeline, tables=["public.t"])
     pipeline.apply()
@@ -258,7 +258,7 @@ def test_without_a_full_identity_it_is_refused_at_once(make_pipeline: Make, tabl
 
 
 def test_an_identity_that_is_taken_away(make_pipeline: Make) -> None:
-    """The source's own statements fail then, all but those that need no old row."""
+    """The source's own statements then fail, except those that need no old row."""
     pipeline = make_pipeline()
     pipeline.provision()
     pipeline.copy()
@@ -273,4 +273,4 @@ def test_a_changelog_is_not_compared(databases: Databases, tmp_path: Path, capsy
     pipeline.provision()
     pipeline.copy_tables()
     assert cli.main(["verify", "--pipeline", str(pipeline.file)]) == 0
-    assert "Not compared, as changelogs without a key: public.t." in capsys.readouterr().out
+    assert "Not compared, because they are changelogs without a key: public.t." in capsys.readouterr().out

@@ -1,8 +1,8 @@
-"""Keys whose texts, order or equality are not those of plain strings, through snapshot and stream.
+"""Keys whose text, order or equality differs from that of plain strings, through snapshot and stream.
 
-Postgres decides which keys are one: ``citext`` and nondeterministic collations fold case, ``numeric`` has 1.0 and
-1.00, ``float8`` has 0 and -0. The servers are of the system's packages, because that of the wheel has neither ICU nor
-extensions.
+Postgres decides which keys are equal: ``citext`` and nondeterministic collations fold case, ``numeric`` has 1.0 and
+1.00, ``float8`` has 0 and -0. The servers come from the system's packages, because the wheel's server has neither ICU
+nor extensions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _numbers = itertools.count(1)
 
 @pytest.fixture(scope="module")
 def server(server_directory: Path, system_binaries: Path) -> Iterator[PostgresServer]:
-    """A full Postgres, source and target in one."""
+    """Run a full Postgres, which is source and target."""
     directory = server_directory / "keys"
     with PostgresServer.create(directory, settings=SESSION_SETTINGS, binaries=system_binaries) as started:
         create_roles(started)
@@ -50,7 +50,7 @@ Make = Callable[..., PipelineUnderTest]
 
 @pytest.fixture
 def make_pipeline(server: PostgresServer, tmp_path: Path) -> Iterator[Make]:
-    """Makes a pipeline whose databases have extensions in schemas that differ, and collations."""
+    """Return a factory of pipelines whose databases have extensions in different schemas, and collations."""
     pairs: list[tuple[str, str]] = []
 
     def make(extensions: str = "public", mode: str = "mirror") -> PipelineUnderTest:
@@ -85,7 +85,7 @@ class Kind:
 
     :param type: the column's type.
     :param values: texts of eight keys, all different.
-    :param spelt: another text that the database holds equal to the first one, if there is one.
+    :param spelt: another text that the database considers equal to the first one, if there is one.
     """
 
     type: str
@@ -130,7 +130,7 @@ KINDS: dict[str, Kind] = {
     "sv": Kind('text COLLATE "sv-x-icu"', NAMES),
     "C": Kind('text COLLATE "C"', NAMES),
 }
-# What happens to {t}: keys v0 … v7, of which s is another text for v0. Each group is one transaction.
+# Changes of {t}: keys v0 … v7, where s is another text for v0. Each group is one transaction.
 OPEN_DURING_SNAPSHOT = """
     INSERT INTO {t} VALUES ({v4}, 4, {big}); UPDATE {t} SET n = n + 10 WHERE n = 1; UPDATE {t} SET k = {s} WHERE n = 0;
 """
@@ -161,7 +161,7 @@ def table_of(name: str) -> str:
 
 
 def statements(script: str, names: Iterable[str] = KINDS) -> str:
-    """What a script does to the tables of some kinds of key."""
+    """Return the statements of a script for the tables of some kinds of key."""
     return "".join(
         script.format(
             t=table_of(name),
@@ -177,7 +177,7 @@ def statements(script: str, names: Iterable[str] = KINDS) -> str:
 def assert_equal(pipeline: PipelineUnderTest, names: Iterable[str] = KINDS) -> None:
     if pipeline.pipeline.sink.mode == "changelog":
         for name in names:
-            # Of a row that moved from a chunk that was read later nobody has sent the large value.
+            # The large value of a row that moved out of a chunk read later was never sent.
             assert_same_values(pipeline, ["k"], ["k", "n", "big"], "shop", name, may_lack=["big"])
         pipeline.assert_verified()
         return
@@ -190,28 +190,28 @@ def assert_equal(pipeline: PipelineUnderTest, names: Iterable[str] = KINDS) -> N
 
 
 def create_tables(pipeline: PipelineUnderTest, names: Iterable[str] = KINDS) -> None:
-    """Tables of four rows, n from 0 to 3, with values large enough to stay out of updates."""
+    """Create tables of four rows, with n from 0 to 3, and with values large enough to be left out of updates."""
+    made: list[str] = []
     for name in names:
         rows = ", ".join(f"({literal(v)}, {n}, {BIG.format(n)})" for n, v in enumerate(KINDS[name].values[:4]))
-        pipeline.source(
+        made += (
             f"CREATE TABLE {table_of(name)} (k {KINDS[name].type} PRIMARY KEY, n int, big text)",
             f"INSERT INTO {table_of(name)} VALUES {rows}",
         )
+    pipeline.source(*made)
 
 
 @pytest.mark.parametrize("mode", ["mirror", "changelog"])
 def test_every_kind_of_key_through_snapshot_and_stream(make_pipeline: Make, mode: str) -> None:
-    """Chunks with changes before, between and after them, and units that spell a key in several ways."""
+    """There are chunks with changes before, between and after them, and units that spell a key in several ways."""
     pipeline = make_pipeline(mode=mode)
     create_tables(pipeline)
     pipeline.provision()
     with transaction(pipeline.databases.source, statements(OPEN_DURING_SNAPSHOT)) as during:
-        for name in KINDS:
-            pipeline.copy(0, table=f"shop.{name}")
+        pipeline.copy_tables(0)
         during.commit()
         pipeline.source(statements(BETWEEN_CHUNKS))
-    for name in KINDS:
-        pipeline.copy(1, table=f"shop.{name}")
+    pipeline.copy_tables(1)
     for unit in UNITS[:2]:
         pipeline.source(statements(unit))
     pipeline.apply()
@@ -227,7 +227,7 @@ COARSE = ["a citext", "nocase", "numeric", "price"]
 
 @pytest.mark.parametrize("extensions", ["public", "other"])
 def test_rows_read_again_under_another_spelling(make_pipeline: Make, extensions: str) -> None:
-    """The stream brings spellings that the re-read has passed, and that neither side's condition has matched.
+    """The stream brings spellings from before the re-read, which neither side's condition has matched.
 
     With the extension in another schema of the target, its column is text, for which the spellings are two keys.
     """
@@ -235,13 +235,12 @@ def test_rows_read_again_under_another_spelling(make_pipeline: Make, extensions:
     pipeline.change(stream={"max_batch_bytes": "1MiB"})
     create_tables(pipeline, COARSE)
     pipeline.provision()
-    for name in COARSE:
-        pipeline.copy(table=f"shop.{name}")
+    pipeline.copy_tables()
     pipeline.apply()
     pipeline.source(
         statements("UPDATE {t} SET k = {s} WHERE n = 0", COARSE),
         statements("UPDATE {t} SET k = {v0}, n = 7, big = 'x' WHERE n = 0", COARSE),
-        # A unit ends here, so that the sink is to hold the spelling in between.
+        # A unit ends here, so that the sink holds the intermediate spelling.
         f"INSERT INTO {table_of(COARSE[0])} SELECT {literal(KINDS[COARSE[0]].values[5])}, 5,"
         " string_agg(md5(i::text), '') FROM generate_series(1, 50000) i",
         statements("UPDATE {t} SET k = {s}, n = 8 WHERE n = 7", COARSE),
@@ -255,19 +254,17 @@ def test_rows_read_again_under_another_spelling(make_pipeline: Make, extensions:
 
 
 def test_a_large_value_of_a_row_that_changed_its_spelling(make_pipeline: Make) -> None:
-    """The log lacks the value, the chunk of the old key has been filtered: the row is read again by its new key."""
+    """The log lacks the value, and the chunk of the old key is filtered: the row is re-read by its new key."""
     pipeline = make_pipeline()
     create_tables(pipeline, COARSE)
     pipeline.provision()
-    for name in COARSE:
-        pipeline.copy(0, table=f"shop.{name}")
+    pipeline.copy_tables(0)
     pipeline.source(
         statements("UPDATE {t} SET k = {v7} WHERE n = 0", COARSE),
         statements("UPDATE {t} SET k = {s} WHERE n = 0", COARSE),
         statements("UPDATE {t} SET k = {v6} WHERE n = 3", COARSE),
     )
-    for name in COARSE:
-        pipeline.copy(1, table=f"shop.{name}")
+    pipeline.copy_tables(1)
     pipeline.source(statements("UPDATE {t} SET k = {v0} WHERE n = 0", COARSE))
     pipeline.apply()
     assert_equal(pipeline, COARSE)
@@ -279,11 +276,11 @@ SAMPLE = range(0, CHUNKS, 2500)
 
 @pytest.mark.thorough
 def test_ten_thousand_chunks_of_a_skewed_key(databases: Databases, tmp_path: Path) -> None:
-    """All are planned and filtered by; a sample is copied by tasks, the others are read at once and marked finished."""
+    """All chunks are planned and filtered; tasks copy a sample, the others are read at once and marked as finished."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], snapshot={"chunk_rows": 2})
     pipeline.source(
         "CREATE TABLE public.t (region text, id int, n int, PRIMARY KEY (region, id))",
-        # One region has nearly all rows, and the others stand on both sides of it.
+        # One region has nearly all rows, and the other rows are on both sides of it.
         "INSERT INTO public.t SELECT CASE WHEN i % 50 > 0 THEN 'm' ELSE 'region ' || i END, i, 0"
         f" FROM generate_series(1, {2 * CHUNKS}) i",
     )

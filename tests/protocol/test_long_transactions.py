@@ -1,4 +1,4 @@
-"""Transactions that stay open on the source for long: re-reads wait for them, the stream as far as it can does not."""
+"""Transactions that stay open on the source for long: re-reads wait for them, the stream waits only if it must."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from airflow_cdc_provider.engine.core.errors import CannotFollow, OlderTransacti
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.runs.run import run_part
-from airflow_cdc_provider.engine.sources.postgres.reading import read_barriers, requested_reads, reread
-from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import readopt
-from airflow_cdc_provider.engine.sources.postgres.stream.unit_writer import Units
+from airflow_cdc_provider.engine.sources.postgres.reading import read_barriers, reread, reread_requests
+from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import reread_changed
+from airflow_cdc_provider.engine.sources.postgres.stream.unit_writer import UnitWriter
 from airflow_cdc_provider.engine.state.files import State
 from tests.conftest import PIPELINE_ROLE, Databases, ServerMaker
 from tests.support.databases import execute, transaction
@@ -36,7 +36,7 @@ ELSEWHERE = "INSERT INTO public.other VALUES (1)"
 
 
 def streamed(pipeline: PipelineUnderTest) -> PipelineUnderTest:
-    """Make tables, copy them, and let the stream pass H."""
+    """Create tables, copy them, and let the stream pass H."""
     pipeline.source(*TABLES)
     pipeline.provision()
     pipeline.copy()
@@ -46,7 +46,7 @@ def streamed(pipeline: PipelineUnderTest) -> PipelineUnderTest:
 
 @pytest.fixture
 def pipeline(databases: Databases, tmp_path: Path) -> Iterator[PipelineUnderTest]:
-    """A pipeline that streams ``public.t``; ``public.other`` is no part of it."""
+    """Return a pipeline that streams ``public.t``; ``public.other`` is not part of it."""
     made = PipelineUnderTest(tmp_path, databases, ["public.t"])
     yield streamed(made)
     made.end_commands()
@@ -54,7 +54,7 @@ def pipeline(databases: Databases, tmp_path: Path) -> Iterator[PipelineUnderTest
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long each look at older transactions was ready to wait, in seconds."""
+    """Record how long, in seconds, each check for older transactions was ready to wait."""
     found: list[float] = []
     original = read_barriers.await_condition
 
@@ -67,7 +67,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def pass_units(pipeline: PipelineUnderTest, stream: Streaming, units: int) -> None:
-    """Let the stream bring some units, one after the other, and look at the target after each."""
+    """Let the stream apply some units, one after the other, and check the target after each."""
     for _ in range(units):
         pipeline.source("UPDATE public.t SET a = a + 1 WHERE id <= 10")
         marker = pipeline.marker()
@@ -86,7 +86,7 @@ def test_the_stream_goes_on_while_a_request_waits(
     high = pipeline.record.high
     with transaction(pipeline.databases.source, ELSEWHERE, "INSERT INTO public.t VALUES (100, 0)") as session:
         stream = Streaming(pipeline)
-        requested_reads.request(pipeline.pipeline, ["public.t"], where)
+        reread_requests.request(pipeline.pipeline, ["public.t"], where)
         pass_units(pipeline, stream, 5)
         assert requested(pipeline), "it stays requested"
         assert pipeline.record.high == high
@@ -108,7 +108,7 @@ def test_the_stream_goes_on_while_a_request_waits(
 
 
 def test_the_stream_goes_on_while_a_change_of_schema_waits(pipeline: PipelineUnderTest, waits: list[float]) -> None:
-    """Rows are computed anew, which no event tells: the catalog does, and the table has to be read again."""
+    """Rows are recomputed without events; the catalog shows it, and the table has to be re-read."""
     with transaction(pipeline.databases.source, ELSEWHERE) as session:
         pipeline.source("ALTER TABLE public.t ALTER a TYPE int USING a + 1000")
         stream = Streaming(pipeline)
@@ -138,7 +138,7 @@ def test_a_unit_that_needs_a_re_read_waits_and_fails_not(
         message = f"reading public.t again waits for: session {session.info.backend_pid} of postgres"
         stream.until(lambda: message in caplog.text, "the wait")
         assert pipeline.target_rows("SELECT DISTINCT a FROM public.t") == [(-1,)], "what comes before is applied"
-        stream.end()  # asked to stop, it does not wait any longer
+        stream.end()  # after a request to stop, it no longer waits
         assert stream.attempts == 1
         stream = Streaming(pipeline)
         caplog.clear()
@@ -163,14 +163,14 @@ def test_a_run_that_waits_is_overtaken(pipeline: PipelineUnderTest, caplog: pyte
 def test_what_the_stream_passes_while_a_request_waits_is_seen_by_the_read(
     make_server: ServerMaker, tmp_path: Path, databases: Databases
 ) -> None:
-    """A commit that waits for a synchronous standby is streamed, and invisible: a read now would take the row back."""
+    """A commit that waits for a standby is streamed but invisible: a read now would undo the row."""
     server = make_server(settings=WITHOUT_STANDBY)
-    execute(server.dsn(), f"GRANT pg_monitor TO {PIPELINE_ROLE}")  # to be told what sessions wait for
+    execute(server.dsn(), f"GRANT pg_monitor TO {PIPELINE_ROLE}")  # to see what sessions wait for
     pipeline = streamed(PipelineUnderTest(tmp_path, Databases(server.dsn(), databases.target), ["public.t"]))
     row = "SELECT a FROM public.t WHERE id = 1"
     with transaction(pipeline.databases.source, ELSEWHERE) as long:
         stream = Streaming(pipeline)
-        requested_reads.request(pipeline.pipeline, ["public.t"], None)
+        reread_requests.request(pipeline.pipeline, ["public.t"], None)
         stream.until(lambda: "reading public.t again waits for" in str(stream.waiting), "the wait")
         with commits_that_wait(server, "UPDATE public.t SET a = 7777 WHERE id = 1") as release:
             stream.until(lambda: pipeline.target_rows(row) == [(7777,)], "the commit that waits")
@@ -188,14 +188,14 @@ def test_what_the_stream_passes_while_a_request_waits_is_seen_by_the_read(
 
 
 def test_a_snapshot_waits_too(databases: Databases, tmp_path: Path) -> None:
-    """A table whose definition changes before its chunk is read is read whole, which needs a barrier."""
+    """If a table's definition changes before its chunk is read, it is read whole, which needs a barrier."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"])
     pipeline.source(*TABLES)
     record = pipeline.provision()
     pipeline.source("ALTER TABLE public.t ADD b int DEFAULT 7")
     with ThreadPoolExecutor(1) as pool, run_part(pipeline.pipeline, "snapshot-0", None) as (run, _):
         with transaction(databases.source, ELSEWHERE) as session:
-            read = pool.submit(readopt, run, record.targets[0])
+            read = pool.submit(reread_changed, run, record.targets[0])
             assert await_condition(lambda: "waiting" in run.progress, SECONDS)
             assert f"session {session.info.backend_pid} " in run.progress["waiting"]
             assert not read.done()
@@ -215,15 +215,15 @@ RULES = {
 
 @pytest.fixture(params=["columns", "where"])
 def ruled(databases: Databases, tmp_path: Path, request: pytest.FixtureRequest) -> PipelineUnderTest:
-    """A pipeline that streams some columns or rows of ``public.t``."""
+    """Return a pipeline that streams some columns or rows of ``public.t``."""
     return streamed(PipelineUnderTest(tmp_path, databases, [RULES[request.param][0]]))
 
 
 def change_rule(pipeline: PipelineUnderTest) -> None:
-    """Change the rule in the file, and ask for the table by it."""
+    """Change the rule in the file, and request the table by that rule."""
     (after,) = [after for before, after in RULES.values() if [before] == pipeline.document["source"]["tables"]]
     pipeline.change(source={"tables": [after]})
-    requested_reads.request(pipeline.pipeline, ["public.t"], None)
+    reread_requests.request(pipeline.pipeline, ["public.t"], None)
 
 
 def assert_by_rule(pipeline: PipelineUnderTest) -> None:
@@ -237,7 +237,7 @@ def assert_by_rule(pipeline: PipelineUnderTest) -> None:
 def test_changes_while_a_request_for_another_rule_waits(
     ruled: PipelineUnderTest, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The table is published by the new rule already: what comes is in a format, or of rows, that nobody recorded."""
+    """The table is already published by the new rule: its changes have columns, or rows, that are not recorded."""
     with transaction(ruled.databases.source, ELSEWHERE) as session:
         stream = Streaming(ruled)
         change_rule(ruled)
@@ -245,7 +245,7 @@ def test_changes_while_a_request_for_another_rule_waits(
         ruled.source("UPDATE public.t SET a = a + 1 WHERE id IN (1, 3, 7)")
         marker = ruled.marker()
         if "columns" in ruled.document["source"]["tables"][0]:
-            stream.until(lambda: "stream stands still: reading public.t" in caplog.text, "the unit that waits, too")
+            stream.until(lambda: "stream is blocked: reading public.t" in caplog.text, "the unit that waits, too")
         else:
             stream.until(lambda: ruled.record.applied >= marker, "the unit")
         session.commit()
@@ -258,21 +258,21 @@ def test_changes_while_a_request_for_another_rule_waits(
 def test_older_transactions_end_between_a_request_and_the_look_at_the_catalog(
     ruled: PipelineUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The look finds the publication altered, and nothing any more that the request would wait for."""
+    """The check finds the publication altered, and no older transaction that the request would have to wait for."""
     late: list[bool] = []
-    settle = Units._settle
+    apply = UnitWriter._apply_catalog_changes
     with transaction(ruled.databases.source, ELSEWHERE) as session:
 
-        def settled(units: Units) -> str | None:
+        def applied(writer: UnitWriter) -> str | None:
             with connected(ruled.pipeline.source.dsn) as source:
-                units.look(source)  # as at a heartbeat
-            drift = units._drift
-            if drift is not None and units.applied >= drift.marker and requested(ruled) and not late:
-                late.append(units.barriers.pending("public.t"))
+                writer.check_catalog(source)  # as at a heartbeat
+            pending = writer._pending
+            if pending is not None and writer.applied >= pending.marker and requested(ruled) and not late:
+                late.append(writer.barriers.pending("public.t"))
                 session.commit()
-            return settle(units)
+            return apply(writer)
 
-        monkeypatch.setattr(Units, "_settle", settled)
+        monkeypatch.setattr(UnitWriter, "_apply_catalog_changes", applied)
         stream = Streaming(ruled)
         change_rule(ruled)
         stream.until(lambda: bool(ruled.marker()) and not requested(ruled), "the read")
@@ -283,7 +283,7 @@ def test_older_transactions_end_between_a_request_and_the_look_at_the_catalog(
 
 @pytest.fixture
 def two(databases: Databases, tmp_path: Path) -> PipelineUnderTest:
-    """A pipeline that streams ``public.t`` and ``public.u``."""
+    """Return a pipeline that streams ``public.t`` and ``public.u``."""
     made = PipelineUnderTest(tmp_path, databases, ["public.t", "public.u"])
     made.source("CREATE TABLE public.u (id int PRIMARY KEY, a int NOT NULL)", "INSERT INTO public.u VALUES (1, 1)")
     made.source(*TABLES)
@@ -308,7 +308,7 @@ def test_a_refusal_does_not_wait_for_another_table(two: PipelineUnderTest) -> No
 def test_short_transactions_are_waited_for_once_for_all_tables(two: PipelineUnderTest, waits: list[float]) -> None:
     with transaction(two.databases.source, ELSEWHERE) as session:
         stream = Streaming(two)
-        requested_reads.request(two.pipeline, ["public.t", "public.u"], None)
+        reread_requests.request(two.pipeline, ["public.t", "public.u"], None)
         stream.until(lambda: bool(two.marker()) and "reading public.u" in str(stream.waiting), "the wait")
         assert sum(wait > 0 for wait in waits) == 1
         session.commit()
@@ -317,7 +317,7 @@ def test_short_transactions_are_waited_for_once_for_all_tables(two: PipelineUnde
 
 
 def test_rows_that_have_been_read_again_are_not_read_once_more(two: PipelineUnderTest) -> None:
-    """Another table than theirs turns out to be defined otherwise, which has to wait for older transactions."""
+    """Another table turns out to have a new definition, and has to wait for older transactions."""
     two.source("ALTER TABLE public.u ADD b int")
     with transaction(two.databases.source, ELSEWHERE), run_part(two.pipeline, "stream", None) as (run, record):
         keys = {label: frozenset({("1",)}) for label in ("public.t", "public.u")}
@@ -335,8 +335,8 @@ def test_a_snapshot_that_waits_is_asked_to_stop(databases: Databases, tmp_path: 
         with transaction(pipeline.databases.source, ELSEWHERE):
             run.ask_to_stop()
             with pytest.raises(OlderTransactions):
-                readopt(run, record.targets[0])
-        assert readopt(run, record.targets[0]) == 20
+                reread_changed(run, record.targets[0])
+        assert reread_changed(run, record.targets[0]) == 20
 
 
 @pytest.mark.thorough

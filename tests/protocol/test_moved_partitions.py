@@ -1,6 +1,6 @@
-"""Partitions and tables that go from one captured table to another, or become one themselves.
+"""Partitions and tables that move from one captured table to another, or become one themselves.
 
-Until the table that had such a leaf has been read again, its changes belong to both.
+Until the table that had such a leaf has been re-read, the leaf's changes belong to both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.errors import CannotFollow, CdcError, OlderTransactions
 from airflow_cdc_provider.engine.runs.run import Run
 from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import Barriers
-from airflow_cdc_provider.engine.sources.postgres.reading.reread import adopt
+from airflow_cdc_provider.engine.sources.postgres.reading.reread import reread_as_defined
 from airflow_cdc_provider.engine.sources.postgres.stream import schema_following, unit_writer
 from tests.conftest import Databases
 from tests.support.changelogs import assert_same_values
@@ -31,7 +31,7 @@ LEAF = "CREATE TABLE public.{} PARTITION OF public.{} FOR VALUES FROM ({}) TO ({
 SCENE = (
     *(ROOT.format(name) for name in ("archive", "orders", "tree")),
     LEAF.format("archive_1", "archive", 0, 10),
-    # One name before its root's, one after: no order of names may decide anything.
+    # One name before its root's, one after: the order of names must not decide anything.
     LEAF.format("moving", "orders", 10, 20),
     LEAF.format("z_orders", "orders", 20, 30),
     LEAF.format("tree_1", "tree", 30, 40),
@@ -48,13 +48,13 @@ ATTACH = "ALTER TABLE public.{} ATTACH PARTITION public.{} FOR VALUES FROM ({}) 
 
 @dataclass(frozen=True)
 class Case:
-    """What happens to a leaf.
+    """The steps that a leaf goes through.
 
-    :param leaf: whose rows change all the time.
-    :param steps: each a transaction, and the tables provisioned after it; the stream goes on after the last.
-    :param equal: the tables whose targets have to be what they are.
-    :param rules: of the file.
-    :param refusals: what is said against it, in order, by `provision` or by the stream; each is done what it says.
+    :param leaf: the leaf, whose rows change all the time.
+    :param steps: each a transaction, and the tables provisioned after it; the stream continues after the last.
+    :param equal: tables whose targets must equal them.
+    :param rules: rules of the file.
+    :param refusals: expected refusals, in order, of `provision` or of the stream; the remedy of each is carried out.
     """
 
     leaf: str
@@ -110,7 +110,7 @@ CASES = {
             f"{ROOT.format('orders')}; {LEAF.format('p', 'orders', 0, 90)}; INSERT INTO public.orders VALUES (7)",
         ),
         ("before", "orders"),
-        refusals=("public.orders has been dropped and made anew",),
+        refusals=("public.orders has been dropped and recreated",),
     ),
 }
 
@@ -129,9 +129,9 @@ def make(databases: Databases, tmp_path: Path, kind: Kind, rules: tuple[Any, ...
 
 
 def start(pipeline: PipelineUnderTest, stream: bool = True, leaf: str | None = None) -> list[str]:
-    """What ``run`` does, and what its messages say, until it passes; returns the messages.
+    """Do what ``run`` does, and what its messages demand, until it passes; return the messages.
 
-    :param leaf: whose rows change before the stream.
+    :param leaf: the leaf, whose rows change before the stream.
     """
     told: list[str] = []
     while True:
@@ -156,7 +156,7 @@ def start(pipeline: PipelineUnderTest, stream: bool = True, leaf: str | None = N
 
 
 def change(pipeline: PipelineUnderTest, leaf: str, time: int) -> None:
-    """Change some rows of a leaf, each time others."""
+    """Change some rows of a leaf, different ones each time."""
     pipeline.source(
         f"UPDATE public.{leaf} SET body = body || ' {time}' WHERE id % 4 = {time}",
         f"DELETE FROM public.{leaf} WHERE id % 8 = {time}",
@@ -196,7 +196,7 @@ def test_moves(databases: Databases, tmp_path: Path, name: str, kind: Kind) -> N
 def test_a_move_of_which_half_has_to_wait(
     databases: Databases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stream goes on between the two reads."""
+    """The stream continues between the two reads."""
     pipeline = make(databases, tmp_path, "mirror", NAMED)
     waited: list[str] = []
 
@@ -205,10 +205,10 @@ def test_a_move_of_which_half_has_to_wait(
             waited.append(label)
             change(pipeline, "moving", 1)
             raise OlderTransactions("others are older", "They end.")
-        return adopt(run, label, barriers)
+        return reread_as_defined(run, label, barriers)
 
     for module in (unit_writer, schema_following):
-        monkeypatch.setattr(module, "adopt", waits_once)
+        monkeypatch.setattr(module, "reread_as_defined", waits_once)
     pipeline.source(MOVED)
     pipeline.apply()
     assert waited
@@ -219,7 +219,7 @@ def test_a_move_of_which_half_has_to_wait(
 
 @pytest.mark.parametrize("rules", [("public.*",), NAMED])
 def test_a_stream_tells_what_has_been_attached(databases: Databases, tmp_path: Path, rules: tuple[str, ...]) -> None:
-    """It stops, the root's target as it has to be; and goes on by itself if the table is detached."""
+    """It stops with the root's target as it should be, and continues automatically if the table is detached."""
     pipeline = make(databases, tmp_path, "mirror", rules)
     change(pipeline, "loose", 0)
     pipeline.source(ATTACH.format("orders", "loose", 40, 50))
@@ -236,7 +236,7 @@ def test_a_stream_tells_what_has_been_attached(databases: Databases, tmp_path: P
 
 
 def test_partitions_that_are_replaced_by_their_root(databases: Databases, tmp_path: Path) -> None:
-    """The file names the tree where it named its leaves: these are left, and their rows are not lost."""
+    """The file names the tree instead of its leaves: these are no longer captured, and their rows are not lost."""
     leaves = ("public.moving", "public.z_orders")
     pipeline = make(databases, tmp_path, "mirror", leaves)
     change(pipeline, "moving", 0)

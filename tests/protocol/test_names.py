@@ -1,6 +1,6 @@
-"""Names and values that would be SQL, or anything else than a name, where one place forgets to quote.
+"""Names and values that would act as SQL, or as anything but a name, if one place forgets to quote.
 
-Canary tables stand in both databases, so that what is injected shows.
+Both databases contain canary tables, so that an injection shows.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NAMES = [
     *("x; DROP TABLE public.canary; --", '"; DROP TABLE public.canary; --', "'; DROP TABLE public.canary; --"),
     *('"); DROP TABLE public.canary; --', "'); DROP TABLE public.canary; --", "$$; DROP TABLE public.canary; $$"),
 ]
-# Names of our own in staging tables and queries: of tables, and of columns.
+# Names that the engine uses in staging tables and queries: of tables, and of columns.
 TABLES = ["excluded", "t", "s", "k", "stage", "wanted"]
 COLUMNS = [
     *(
@@ -82,7 +82,7 @@ BIG = "(SELECT string_agg(md5({} || '.' || i), '') FROM generate_series(1, 260) 
 
 @pytest.fixture
 def guarded(databases: Databases) -> Iterator[Databases]:
-    """Databases with canaries, which live at the end, and have no new neighbours."""
+    """Yield databases with canaries, which must exist at the end, without new tables next to them."""
     for dsn in (databases.source, databases.target):
         with connected(dsn, writes=True) as connection:
             rows(connection, "CREATE TABLE public.canary AS SELECT 'alive' AS canary")
@@ -94,17 +94,17 @@ def guarded(databases: Databases) -> Iterator[Databases]:
 
 
 def pattern(*names: str) -> str:
-    """Names as ``source.tables`` takes them."""
+    """Return names as ``source.tables`` takes them."""
     return ".".join('"' + name.replace('"', '""') + '"' for name in names)
 
 
 def similar(name: str) -> str:
-    """A name much like another one."""
+    """Return a name very similar to another one."""
     return name[:-1] + "_" if name != "_" else "__"
 
 
 def run(dsn: str, name: str, *statements: str) -> None:
-    """Execute statements in which ``{n}`` is a name, ``{o}`` one much like it, ``{v}`` and ``{w}`` their texts."""
+    """Execute statements in which ``{n}`` is a name, ``{o}`` a similar one, ``{v}`` and ``{w}`` their texts."""
     parts = {
         "n": sql.Identifier(name),
         "o": sql.Identifier(similar(name)),
@@ -116,7 +116,7 @@ def run(dsn: str, name: str, *statements: str) -> None:
 
 
 def create(databases: Databases, name: str, *, known: bool) -> None:
-    """A schema, an enum, a table and its columns of one name; the target has the enum if it is ``known``."""
+    """Create a schema, an enum, a table and its columns with one name; the target has the enum if it is ``known``."""
     for dsn in (databases.source, databases.target)[: 2 if known else 1]:
         run(dsn, name, "CREATE SCHEMA IF NOT EXISTS {n}", "CREATE TYPE {n}.{o} AS ENUM ('', {w})")
     run(
@@ -128,7 +128,7 @@ def create(databases: Databases, name: str, *, known: bool) -> None:
 
 
 def change(databases: Databases, name: str) -> None:
-    """Insert, update, move, delete, and updates that leave a large value alone."""
+    """Insert, update, move, delete, and update without changing a large value."""
     run(
         databases.source,
         name,
@@ -141,7 +141,7 @@ def change(databases: Databases, name: str) -> None:
 
 @pytest.mark.parametrize("mode", ["mirror", "changelog"])
 def test_schemas_tables_columns_and_types(guarded: Databases, tmp_path: Path, mode: Mode) -> None:
-    """All at once: snapshot in chunks, stream, comparison, and reading again."""
+    """One pipeline with all of them: snapshot in chunks, stream, comparison, and re-read."""
     names = (NAMES + TABLES)[:: 1 if mode == "mirror" else 3]
     for i, name in enumerate(names):
         create(guarded, name, known=i % 4 < 2 or "{" in name)
@@ -169,7 +169,7 @@ def test_schemas_tables_columns_and_types(guarded: Databases, tmp_path: Path, mo
 
 @pytest.mark.parametrize("mode", ["mirror", "changelog"])
 def test_columns_of_one_table(guarded: Databases, tmp_path: Path, mode: Mode) -> None:
-    """Every name is a column, its value the next one's name; three of ours are the key."""
+    """Every name is a column, its value is the next one's name, and three of the engine's names are the key."""
     names = list(dict.fromkeys([*COLUMNS, *NAMES, *(META if mode == "mirror" else [])]))
     values = [*names[1:], names[0]]
     listed = sql.SQL(", ").join(sql.SQL("{} text").format(sql.Identifier(name)) for name in names)
@@ -200,7 +200,7 @@ def test_columns_of_one_table(guarded: Databases, tmp_path: Path, mode: Mode) ->
 
 
 def test_a_changelog_cannot_have_a_column_of_its_own_name_twice(guarded: Databases, tmp_path: Path) -> None:
-    """Refused before anything is touched, with a way out."""
+    """It is refused before anything is touched, with a remedy."""
     pipeline = PipelineUnderTest(tmp_path, guarded, ["public.t"], sink={"mode": "changelog"})
     pipeline.source('CREATE TABLE public.t (id int PRIMARY KEY, _xid int, "_OP" text)')
     with pytest.raises(ConfigError, match=r"public\.t .*_xid") as refused:
@@ -230,7 +230,7 @@ def test_names_that_differ_in_case_only(guarded: Databases, tmp_path: Path) -> N
 
 
 def test_two_tables_that_messages_could_not_tell_apart(guarded: Databases, tmp_path: Path) -> None:
-    """The record knows tables by schema and name with a dot between."""
+    """The record identifies tables by schema and name with a dot between them."""
     for schema, name in (("a", "b.c"), ("a.b", "c")):
         for statement in (
             f"CREATE SCHEMA {pattern(schema)}",
@@ -244,14 +244,14 @@ def test_two_tables_that_messages_could_not_tell_apart(guarded: Databases, tmp_p
 
 
 def slot_state(source: Connection, slot: str) -> SlotState:
-    """The state of a slot that exists."""
+    """Return the state of an existing slot."""
     state = read_slot(source, slot)
     assert state is not None
     return state
 
 
 def test_publications(guarded: Databases) -> None:
-    """Their names go through SQL and through the replication protocol, which quotes in its own way."""
+    """Their names occur in SQL and in the replication protocol, which quotes in a different way."""
     with connected(guarded.source, writes=True) as source:
         rows(source, "CREATE TABLE public.t (id int PRIMARY KEY)")
         tables = resolve(source, (TableRule("public.t"),))
@@ -297,7 +297,7 @@ def test_pipeline_names_that_cannot_be_are_refused(name: str, guarded: Databases
 
 
 def test_the_longest_names(guarded: Databases, tmp_path: Path) -> None:
-    """Of slot and pipeline; and a target schema that Postgres would cut, and so confuse with another, is refused."""
+    """This covers slot and pipeline; a target schema that Postgres would truncate, and so confuse, is refused."""
     long = "y" * 63
     pipeline = PipelineUnderTest(tmp_path, guarded, [f"{long}.*"])
     pipeline.change(
@@ -342,7 +342,7 @@ def test_random_names_and_values(
     values: Sequence[tuple[str, str, str | None]],
     mode: Mode,
 ) -> None:
-    """Created, copied, streamed, compared and read again."""
+    """They are created, copied, streamed, compared and re-read."""
     schema, table, key, mood, text, kind = names
     labels = list(dict.fromkeys(value[1].encode()[:60].decode(errors="ignore") for value in values))
     parts: dict[str, sql.Composable] = {

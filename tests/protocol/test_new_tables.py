@@ -1,4 +1,4 @@
-"""Tables that join a running pipeline, the stream going on."""
+"""Tables that join a running pipeline while the stream continues."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from airflow_cdc_provider.engine.core.errors import CannotFollow, ConfigError, F
 from airflow_cdc_provider.engine.runs.commit_records import sink_of
 from airflow_cdc_provider.engine.runs.run import run_part
 from airflow_cdc_provider.engine.runs.run_errors import last_error
-from airflow_cdc_provider.engine.sources.postgres.reading import requested_reads, reread
+from airflow_cdc_provider.engine.sources.postgres.reading import reread, reread_requests
 from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import Barriers
 from airflow_cdc_provider.engine.state.files import State
-from airflow_cdc_provider.engine.state.heartbeat import RESNAPSHOT
+from airflow_cdc_provider.engine.state.heartbeat import RESNAPSHOT, is_streaming
 from tests.conftest import Databases
 from tests.support.databases import transaction
 from tests.support.engine_parts import apply_stream
 from tests.support.pipelines import PipelineUnderTest
+from tests.support.spark_streaming import SparkStreaming
 from tests.support.sparkless import FAILED, SparklessRun
 
 pytestmark = pytest.mark.slow
@@ -31,7 +32,7 @@ ROWS = "INSERT INTO {} SELECT n, 'row ' || n FROM generate_series(1, 10) n"
 
 @pytest.fixture
 def pipeline(databases: Databases, tmp_path: Path) -> PipelineUnderTest:
-    """A pipeline that streams ``public.t``, and a table ``public.u`` that it does not know."""
+    """Return a pipeline that streams ``public.t``, and does not know a table ``public.u``."""
     made = PipelineUnderTest(tmp_path, databases, ["public.t"])
     made.source(TABLE.format("public.t"), ROWS.format("public.t"))
     made.provision()
@@ -42,12 +43,12 @@ def pipeline(databases: Databases, tmp_path: Path) -> PipelineUnderTest:
 
 
 def join(pipeline: PipelineUnderTest, how: str, *rules: Any) -> None:
-    """Let tables that the edited file names join: by a stream that lives, or without one."""
+    """Add the new tables of the edited file to the pipeline, with or without a running stream."""
     running = pipeline.pipeline
     pipeline.change(source={"tables": ["public.t", *rules]})
     if how == "live":
-        # What `resnapshot` leaves when a stream lives, which has read the file before it was edited.
-        requested_reads.request(pipeline.pipeline, ["public.u"], None)
+        # This is what `resnapshot` leaves if a stream is running that has read the file before it was edited.
+        reread_requests.request(pipeline.pipeline, ["public.u"], None)
         pipeline.source("UPDATE public.t SET body = 'wakes the stream'")
         apply_stream(running, pipeline.marker())
     elif how == "resnapshot":
@@ -79,9 +80,9 @@ def test_a_table_joins(pipeline: PipelineUnderTest, how: str, rule: Any) -> None
 
 
 def test_what_is_open_while_a_table_joins(pipeline: PipelineUnderTest) -> None:
-    """A transaction that wrote to it before it was published is never streamed: it is waited for, and then read."""
+    """Rows that a transaction wrote before the table was published are never streamed: the read waits for it."""
     pipeline.change(source={"tables": ["public.t", "public.u"]})
-    requested_reads.request(pipeline.pipeline, ["public.u"], None)
+    reread_requests.request(pipeline.pipeline, ["public.u"], None)
     with transaction(pipeline.databases.source, "INSERT INTO public.u VALUES (100, 'open')") as session:
         pipeline.source("UPDATE public.t SET body = 'goes on'")
         pipeline.apply()
@@ -98,7 +99,7 @@ def test_a_table_that_cannot_join_does_not_stop_the_stream(pipeline: PipelineUnd
     pipeline.change(source={"tables": ["public.t", "public.u"]})
     with pytest.raises(ForeignTable):
         commands.resnapshot(pipeline.pipeline, tables=["public.u"])
-    requested_reads.request(pipeline.pipeline, ["public.u"], None)
+    reread_requests.request(pipeline.pipeline, ["public.u"], None)
     pipeline.source("UPDATE public.t SET body = 'goes on'")
     pipeline.apply()
     pipeline.assert_equal()
@@ -122,7 +123,7 @@ UNREADABLE = {
 def test_a_request_that_the_target_refuses_is_given_up(pipeline: PipelineUnderTest, kind: str) -> None:
     pipeline.target(UNREADABLE[kind])
     pipeline.change(source={"tables": ["public.t", "public.u"]})
-    requested_reads.request(pipeline.pipeline, ["public.u"], None)
+    reread_requests.request(pipeline.pipeline, ["public.u"], None)
     pipeline.source("UPDATE public.t SET body = 'goes on'")
     pipeline.apply()
     pipeline.assert_equal()
@@ -140,9 +141,9 @@ LOSES_SESSIONS = (
 
 
 def test_a_request_survives_a_lost_session(pipeline: PipelineUnderTest) -> None:
-    """Otherwise the publication would say what the record does not, and the stream would refuse to go on."""
+    """Otherwise the publication would differ from the record, and the stream would refuse to continue."""
     pipeline.change(source={"tables": [{"table": "public.t", "columns": ["id"]}]})
-    requested_reads.request(pipeline.pipeline, ["public.t"], None)
+    reread_requests.request(pipeline.pipeline, ["public.t"], None)
     pipeline.target(*LOSES_SESSIONS)
     pipeline.source("INSERT INTO public.t VALUES (0, 'wakes the stream')")
     with pytest.raises(StreamFailed, match=r"sink .*server closed the connection"):
@@ -155,8 +156,8 @@ def test_a_request_survives_a_lost_session(pipeline: PipelineUnderTest) -> None:
 
 def test_requests_that_build_on_each_other(pipeline: PipelineUnderTest) -> None:
     pipeline.change(source={"tables": ["public.t", "public.u"]})
-    requested_reads.request(pipeline.pipeline, ["public.u"], None)
-    requested_reads.request(pipeline.pipeline, ["public.u"], "id > 3")
+    reread_requests.request(pipeline.pipeline, ["public.u"], None)
+    reread_requests.request(pipeline.pipeline, ["public.u"], "id > 3")
     pipeline.source("UPDATE public.t SET body = 'goes on'")
     pipeline.apply()
     assert last_error(State(pipeline.pipeline.state)) is None
@@ -174,7 +175,7 @@ def test_a_table_that_joins_publishes_no_other_again(pipeline: PipelineUnderTest
 
 
 def test_a_run_that_is_overtaken_adds_no_table(pipeline: PipelineUnderTest) -> None:
-    """The other one has passed changes of it meanwhile, as of a table that it does not know."""
+    """The other run has meanwhile passed changes of the table, which it does not know."""
     pipeline.change(source={"tables": ["public.t", "public.u"]})
     overtaken = SparklessRun(pipeline.file, "after-barrier:pause")
     overtaken.await_pause()
@@ -192,7 +193,7 @@ def test_a_run_that_is_overtaken_adds_no_table(pipeline: PipelineUnderTest) -> N
 def test_a_run_that_is_overtaken_publishes_no_table(
     pipeline: PipelineUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it published anew would be, to the other one, a table that was out of the publication for a while."""
+    """For the other run, a table that this run publishes again would have been out of the publication for a while."""
     pipeline.change(source={"tables": ["public.t", "public.u"]})
     sink, defined = sink_of(pipeline.pipeline), reread._defined
 
@@ -203,7 +204,7 @@ def test_a_run_that_is_overtaken_publishes_no_table(
     with run_part(pipeline.pipeline, RESNAPSHOT, None) as (run, _), monkeypatch.context() as patch:
         patch.setattr(reread, "_defined", overtaken)
         with pytest.raises(Fenced):
-            reread.adopt(run, "public.u", Barriers())
+            reread.reread_as_defined(run, "public.u", Barriers())
     assert pipeline.source_rows("SELECT tablename FROM pg_publication_tables") == [("t",)]
 
 
@@ -213,7 +214,7 @@ def test_a_table_that_the_file_does_not_name(pipeline: PipelineUnderTest) -> Non
 
 
 def test_a_rule_that_is_changed(pipeline: PipelineUnderTest) -> None:
-    """Other columns and rows of a captured table: published anew and read again when that is asked for."""
+    """Other columns and rows of a captured table are published again and re-read on request."""
     pipeline.change(source={"tables": ["public.t", "public.u"]})
     pipeline.provision()
     pipeline.copy(table="public.u")
@@ -230,10 +231,9 @@ def test_a_rule_that_is_changed(pipeline: PipelineUnderTest) -> None:
 
 @pytest.mark.spark
 def test_a_stream_that_goes_on(pipeline: PipelineUnderTest) -> None:
-    """The command, its catalog looked at by heartbeat: DDL, tables that join, and a key that it cannot follow."""
-    stream = pipeline.start("stream", "--json")
-    try:
-        pipeline.await_beat(stream, "stream")
+    """The command checks the catalog at heartbeats: DDL, tables that join, and a key that it cannot follow."""
+    with SparkStreaming(pipeline) as stream:
+        stream.until(lambda: is_streaming(State(pipeline.pipeline.state)), "its heartbeat")
         pipeline.source(
             "UPDATE public.t SET body = 'before'",
             "ALTER TABLE public.t ADD a int DEFAULT 7",
@@ -241,15 +241,15 @@ def test_a_stream_that_goes_on(pipeline: PipelineUnderTest) -> None:
             TABLE.format("public.v"),
         )
         pipeline.change(source={"tables": ["public.t", "public.u"]})
-        assert pipeline.json("resnapshot", "--table", "public.u")["requested"]
+        assert commands.resnapshot(pipeline.pipeline, tables=["public.u"])["requested"]
         pipeline.change(source={"tables": ["public.t", "public.u", "public.v"]})
-        assert pipeline.json("provision")["requested"]
+        assert commands.provision(pipeline.pipeline)["requested"]
         pipeline.source("INSERT INTO public.u VALUES (100, 'x')", "INSERT INTO public.v VALUES (1, 'y')")
         stream.until(lambda: len(pipeline.record.targets) == 3, "the tables that join")
         pipeline.source("ALTER TABLE public.u DROP body")  # no change of the table follows
         width = "SELECT count(*) FROM information_schema.columns WHERE table_name = 'u'"
         stream.until(lambda: pipeline.target_rows(width) == [(1,)], "the column's end")
-        pipeline.await_applied(stream)
+        stream.await_applied()
         for table in ("public.t", "public.u", "public.v"):
             pipeline.assert_equal(table)
         pipeline.source(
@@ -258,14 +258,12 @@ def test_a_stream_that_goes_on(pipeline: PipelineUnderTest) -> None:
             "UPDATE public.t SET body = 'meanwhile'",
         )
         marker = pipeline.marker()
-        outcome = stream.wait()
-        assert outcome.code == 3
-        assert outcome.json["error"]["kind"] == "CannotFollow"
-        assert "resnapshot --table 'public.v'" in outcome.json["error"]["solution"]
+        failure = stream.failure()
+        assert isinstance(failure, CannotFollow)
+        assert failure.exit_code == 3
+        assert "resnapshot --table 'public.v'" in failure.solution
         assert pipeline.confirmed() >= marker, "what could be applied is acknowledged"
-        pipeline.json("resnapshot", "--table", "public.v")
+        commands.resnapshot(pipeline.pipeline, tables=["public.v"])
         pipeline.apply()
         for table in ("public.t", "public.u", "public.v"):
             pipeline.assert_equal(table)
-    finally:
-        pipeline.end_commands()

@@ -1,6 +1,6 @@
-"""Partitions that come, go and are emptied while the pipeline runs; most of it sends no event.
+"""Partitions that are added, removed and emptied while the pipeline runs; most of this sends no event.
 
-A partition tree is one target table. Its leaves are what is published and read; a leaf can be captured by itself, too.
+A partition tree is one target table. Its leaves are published and read; a leaf can also be captured alone.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ CASES = {
 @pytest.mark.parametrize("mode", ["mirror", "changelog"])
 @pytest.mark.parametrize("data", ["data", "no data"])
 def test_partitions(databases: Databases, tmp_path: Path, mode: Mode, data: str) -> None:
-    """Each case in a tree of its own, all of them at once, between data."""
+    """Each case has its own tree, and all of them run at once, between data."""
     pipeline = PipelineUnderTest(tmp_path, databases, [f"public.{case}" for case in CASES], sink={"mode": mode})
 
     def play(case: str, *statements: str) -> None:
@@ -102,8 +102,7 @@ def test_partitions(databases: Databases, tmp_path: Path, mode: Mode, data: str)
     for case in CASES:
         play(case, TREE)
     pipeline.provision()
-    for case in CASES:
-        pipeline.copy(table=f"public.{case}")
+    pipeline.copy_tables()
     pipeline.apply()
     for case, statements in CASES.items():
         play(case, *(DATA if data == "data" else ()), *statements, *(DATA if data == "data" else ()))
@@ -143,8 +142,7 @@ def test_a_partition_captured_by_itself_is_dropped(databases: Databases, tmp_pat
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.p_1", "public.p_2"])
     pipeline.source(TREE.format(t="public.p"))
     pipeline.provision()
-    for table in ("public.p_1", "public.p_2"):
-        pipeline.copy(table=table)
+    pipeline.copy_tables()
     pipeline.source("UPDATE public.p SET body = 'last'")
     last = pipeline.source_rows("SELECT * FROM public.p_2 ORDER BY id")
     pipeline.source("DROP TABLE public.p_2", "UPDATE public.p SET n = 0")
@@ -158,7 +156,7 @@ def test_a_partition_captured_by_itself_is_dropped(databases: Databases, tmp_pat
 
 
 def test_tables_that_are_published_and_not_captured(databases: Databases, tmp_path: Path) -> None:
-    """A DBA's publication may have more tables; a new partition of a captured tree is not among those left out."""
+    """A DBA's publication may have more tables; a new partition of a captured tree is not one of those left out."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.p"])
     name = f'"{pipeline.pipeline.source.publication}"'
     pipeline.source(TREE.format(t="public.p"), "CREATE TABLE public.other (id int PRIMARY KEY)")

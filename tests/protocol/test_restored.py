@@ -1,8 +1,8 @@
 """A source that is a copy of itself: a storage snapshot of the data directory, taken earlier and started later.
 
-It has the same system identifier and, without archive recovery, the same timeline; its slots are as they were. Up to
-the copy its log is the original's; from there on, other transactions stand at the same positions. As soon as it has
-written more than the sink has applied, no position tells the difference.
+It has the same system identifier and, without archive recovery, the same timeline; its slots are unchanged. Up to the
+copy its log is the original's; after that, other transactions occupy the same positions. As soon as it has written more
+than the sink has applied, no position shows the difference.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def server(make_server: ServerMaker) -> PostgresServer:
-    """A source that is copied while it stands still, which has the same effect as a snapshot of its storage."""
+    """Run a source that is copied while it is stopped, which has the same effect as a snapshot of its storage."""
     return make_server()
 
 
 @pytest.fixture
 def pipeline(server: PostgresServer, databases: Databases, tmp_path: Path) -> PipelineUnderTest:
-    """A pipeline whose stream has applied a change."""
+    """Return a pipeline whose stream has applied a change."""
     pair = Databases(server.dsn(), databases.target)
     under_test = PipelineUnderTest(tmp_path, pair, ["public.t"], pipeline="restored")
     under_test.source(TABLE, ROWS)
@@ -43,7 +43,7 @@ def pipeline(server: PostgresServer, databases: Databases, tmp_path: Path) -> Pi
 
 
 def advance(pipeline: PipelineUnderTest, body: str) -> None:
-    """Change rows, and move the stream and the slot's ``restart_lsn`` past that."""
+    """Change rows, and advance the stream and the slot's ``restart_lsn`` past them."""
     pipeline.source(f"UPDATE public.t SET body = '{body}' WHERE id > 5", "SELECT pg_log_standby_snapshot()")
     pipeline.apply()
 
@@ -58,7 +58,7 @@ def take_copy(server: PostgresServer) -> Path:
 
 
 def restore(server: PostgresServer, copy: Path) -> None:
-    """Put the copy in the place of the data directory."""
+    """Replace the data directory with the copy."""
     server.stop("immediate")
     shutil.rmtree(server.data_directory)
     copy.rename(server.data_directory)
@@ -68,7 +68,7 @@ def restore(server: PostgresServer, copy: Path) -> None:
 
 
 def fork(server: PostgresServer, pipeline: PipelineUnderTest, written: Literal["little", "much"]) -> None:
-    """The sink applies what only the original has; then the copy takes its place, and other changes are made there."""
+    """Apply changes that only the original has; then replace it with the copy, and make other changes there."""
     copy = take_copy(server)
     advance(pipeline, "only in the original")
     advance(pipeline, "and once more")
@@ -82,15 +82,15 @@ def fork(server: PostgresServer, pipeline: PipelineUnderTest, written: Literal["
 
 def test_a_copy_that_is_behind_the_sink(server: PostgresServer, pipeline: PipelineUnderTest) -> None:
     fork(server, pipeline, "little")
-    solution = refused(pipeline, GateClosed, "slot 'airflow_cdc_restored' has gone back|has been set back")
+    solution = refused(pipeline, GateClosed, "slot 'airflow_cdc_restored' is at .*, but was at|has been set back")
     carry_out(pipeline, solution)
     assert_healed(pipeline)
 
 
 def test_a_copy_that_has_passed_the_sink(server: PostgresServer, pipeline: PipelineUnderTest) -> None:
-    """The slot alone remembers: it stands where it was when the copy was taken, below where it had been seen."""
+    """Only the slot shows it: its position is the one from the time of the copy, lower than the one seen later."""
     fork(server, pipeline, "much")
-    solution = refused(pipeline, GateClosed, "slot 'airflow_cdc_restored' has gone back .* restored from a copy")
+    solution = refused(pipeline, GateClosed, "slot 'airflow_cdc_restored' is at .*, but was at .* restored from a copy")
     carry_out(pipeline, solution)
     assert_healed(pipeline)
 
@@ -98,8 +98,8 @@ def test_a_copy_that_has_passed_the_sink(server: PostgresServer, pipeline: Pipel
 def test_a_copy_without_that_memory_loses_changes_silently(
     server: PostgresServer, pipeline: PipelineUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The hazard: with nothing recorded of the slot, the gate opens, and what the copy has written is skipped."""
-    monkeypatch.setattr(PostgresRecord, "note_source", lambda *arguments: None)
+    """The hazard: with nothing recorded of the slot, the gate opens, and the copy's new changes are skipped."""
+    monkeypatch.setattr(PostgresRecord, "record_source", lambda *arguments: None)
     pipeline.target('UPDATE airflow_cdc.pipelines SET source = source || \'{"slot_seen": "0/0"}\'')
     fork(server, pipeline, "much")
     pipeline.source("SELECT pg_switch_wal()", "CREATE TABLE public.more ()")
@@ -109,7 +109,7 @@ def test_a_copy_without_that_memory_loses_changes_silently(
 
 
 def test_a_crash_is_not_taken_for_a_copy(server: PostgresServer, pipeline: PipelineUnderTest) -> None:
-    """The slot's acknowledged position falls back after a crash, its ``restart_lsn`` does not."""
+    """The slot's acknowledged position falls back after a crash, but its ``restart_lsn`` does not."""
     for _ in range(2):
         advance(pipeline, "before the crash")
         pipeline.source("UPDATE public.t SET body = 'unsaved' WHERE id = 1")

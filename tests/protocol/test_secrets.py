@@ -1,7 +1,7 @@
-"""Passwords stay where they belong: nothing that a run leaves behind or shows to others holds one.
+"""Passwords stay secret: nothing that a run leaves behind or shows to others contains one.
 
-The two passwords are full of characters that a URI has to escape. What is searched for is their core, which no
-escaping changes.
+The two passwords are full of characters that a URI has to escape. The tests search for their core, which no escaping
+changes.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import tempfile
 import threading
 import urllib.request
 from collections.abc import Iterator
+from glob import glob
 from pathlib import Path
 from urllib.error import URLError
 from urllib.parse import quote
 
-import psutil
 import pytest
 
 from airflow_cdc_provider.engine.commands import cli
@@ -33,9 +33,9 @@ from tests.support.pipelines import PipelineUnderTest
 CORES = ("n0tTellingSource", "n0tTellingSink")
 SOURCE, SINK = (f"p@:/?#[]% &+=ö'\"\\{core}" for core in CORES)
 SINK_ROLE = "loader"
-# Whoever holds one of the servers' roles needs its password, but the superuser of the tests.
+# Every role of the servers except the tests' superuser needs its password.
 ACCESS = f"host all postgres all trust\nhost all {PIPELINE_ROLE},{SINK_ROLE} all scram-sha-256\n"
-# Pages of the Spark UI and resources of its REST interface, below the application's.
+# Pages of the Spark UI and resources of its REST interface, below the application's path.
 PAGES = ("environment/", "SQL/", "StreamingQuery/", "jobs/", "stages/", "executors/")
 RESOURCES = ("environment", "sql?details=true", "jobs", "stages", "allexecutors", "storage/rdd")
 
@@ -66,7 +66,7 @@ def server(make_server: ServerMaker) -> PostgresServer:
 
 
 def uri(server: PostgresServer, database: str, role: str, password: str) -> str:
-    """A DSN as a user writes it."""
+    """Return a DSN as a user writes it."""
     return f"postgresql://{role}:{quote(password, safe='')}@127.0.0.1:{server.port}/{database}"
 
 
@@ -78,7 +78,7 @@ def assert_clean(where: str, text: str | bytes) -> None:
 
 
 def assert_clean_files(directory: Path) -> None:
-    """No file below a directory holds a password."""
+    """Check that no file below a directory contains a password."""
     files = [path for path in directory.rglob("*") if path.is_file()]
     assert files
     for path in files:
@@ -90,14 +90,14 @@ class CommandLines(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.seen: set[str] = set()
+        self.seen: set[bytes] = set()
         self._over = threading.Event()
 
     def run(self) -> None:
         while not self._over.wait(0.05):
-            for process in psutil.process_iter():
-                with contextlib.suppress(psutil.Error):
-                    self.seen.add("\n".join(process.cmdline()))
+            for path in glob("/proc/[0-9]*/cmdline"):
+                with contextlib.suppress(OSError), open(path, "rb") as file:
+                    self.seen.add(file.read())
 
     def __enter__(self) -> CommandLines:
         self.start()
@@ -109,7 +109,7 @@ class CommandLines(threading.Thread):
 
 
 def web_ui(port: int) -> Iterator[tuple[str, str]]:
-    """The pages of a live Spark UI, and what its REST interface says."""
+    """Return the pages of a live Spark UI, and the answers of its REST interface."""
 
     def get(path: str) -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=30) as response:
@@ -120,16 +120,22 @@ def web_ui(port: int) -> Iterator[tuple[str, str]]:
         yield path, get(path)
 
 
-def answers(port: int) -> bool:
+def fill(pages: dict[str, str], port: int) -> bool:
+    """Read the pages of a Spark UI, and return whether all of them answer already."""
     try:
-        return len(list(web_ui(port))) > 0
+        pages.update(web_ui(port))
     except (URLError, OSError):
         return False
+    return True
 
 
 @pytest.fixture
-def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The directory for temporary files; a short name, since sockets of Spark stand there too."""
+def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Use a directory with a short name for temporary files, because it also contains sockets of Spark.
+
+    Spark's log lies with the test's other files.
+    """
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
     with tempfile.TemporaryDirectory(prefix="cdc-", ignore_cleanup_errors=True) as directory:
         monkeypatch.setenv("TMPDIR", directory)
         yield Path(directory)
@@ -140,7 +146,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_a_run_shows_no_password(
     server: PostgresServer, temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Source by ``${VARIABLE}``, sink by the id of a connection; the driver is killed while it streams."""
+    """The source uses ``${VARIABLE}``, the sink the id of a connection; the driver is killed while it streams."""
     port = find_free_port()
     (tmp_path / "events").mkdir()
     monkeypatch.setenv("SHOP_PASSWORD", quote(SOURCE, safe=""))
@@ -171,21 +177,24 @@ def test_a_run_shows_no_password(
         command = pipeline.start("run", failpoint="before-spark-commit:pause")
         try:
             command.until(lambda: command.paused() == 1, "a committed batch", 2 * SECONDS)
-            assert await_condition(lambda: answers(port), SECONDS)
-            for page, text in web_ui(port):
+            pages: dict[str, str] = {}
+            assert await_condition(lambda: fill(pages, port), SECONDS)
+            assert pages
+            for page, text in pages.items():
                 assert_clean(page, text)
             status = cli.main(["status", "--json", "--pipeline", str(pipeline.file)])
         finally:
             command.kill()
     assert status == 0
 
-    assert any("spark" in line.lower() for line in processes.seen)
+    assert any(b"spark" in line.lower() for line in processes.seen)
     for line in processes.seen:
         assert_clean("a command line", line)
     assert pipeline.target_rows("SELECT count(*) FROM public.t") == [(100,)]
     # Pipeline file, state, checkpoint, output of the command with Spark's log, event log, temporary files.
     assert (pipeline.state / "checkpoint").is_dir()
     assert list((tmp_path / "events").iterdir())
+    assert list(tmp_path.glob("home/airflow-cdc/logs/*.log"))
     assert_clean_files(tmp_path)
     assert_clean_files(temporary)
     assert_clean("the server's log", server.log_file.read_bytes())
@@ -194,7 +203,7 @@ def test_a_run_shows_no_password(
 @pytest.mark.spark
 @pytest.mark.timeout(600)
 def test_tasks_that_fail_show_no_password(server: PostgresServer, temporary: Path, tmp_path: Path) -> None:
-    """One ends with an error of ours, the other with its worker, of which Spark says what it can."""
+    """One ends with an error of the engine, the other with its worker, which Spark reports in detail."""
     pipeline = PipelineUnderTest(
         tmp_path,
         Databases(server.dsn("shop"), server.dsn("dw")),
@@ -204,12 +213,13 @@ def test_tasks_that_fail_show_no_password(server: PostgresServer, temporary: Pat
         spark={"conf": {"spark.log.level": "INFO"}},
     )
     pipeline.provision()
-    pipeline.file.rename(temporary / "pipeline.yaml")  # the one place where they may stand
+    pipeline.file.rename(temporary / "pipeline.yaml")  # the one place where they may be
     pipeline.file = temporary / "pipeline.yaml"
     for action, words in (("error", "failpoint before-chunk-read fired"), ("kill", "SparkException")):
         outcome = pipeline.run("snapshot", code=1, failpoint=f"before-chunk-read:{action}")
         assert words in outcome.stderr
     pipeline.file.unlink()
+    assert len(list(tmp_path.glob("home/airflow-cdc/logs/*.log"))) == 2
     assert_clean_files(tmp_path)
     assert [path for path in temporary.rglob("*") if path.is_file()] == []
 
@@ -217,24 +227,23 @@ def test_tasks_that_fail_show_no_password(server: PostgresServer, temporary: Pat
 # -- messages ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("side", ["source", "sink"])
-@pytest.mark.parametrize("form", ["text", "json"])
 def test_a_refused_login_is_told_without_it(
-    side: str, form: str, server: PostgresServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: PostgresServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """DSNs with passwords in the file itself, one of them wrong."""
-    source = uri(server, "shop", PIPELINE_ROLE, SOURCE + "x" * (side == "source"))
-    sink = uri(server, "dw", SINK_ROLE, SINK + "x" * (side == "sink"))
+    """The file itself contains DSNs with passwords, one of which is wrong."""
     pair = Databases(server.dsn("shop"), server.dsn("dw"))
-    pipeline = PipelineUnderTest(tmp_path, pair, ["public.t"], source={"dsn": source}, sink={"dsn": sink})
+    for side in ("source", "sink"):
+        source = uri(server, "shop", PIPELINE_ROLE, SOURCE + "x" * (side == "source"))
+        sink = uri(server, "dw", SINK_ROLE, SINK + "x" * (side == "sink"))
+        pipeline = PipelineUnderTest(tmp_path, pair, ["public.t"], source={"dsn": source}, sink={"dsn": sink})
+        for form in ([], ["--json"]):
+            code = cli.main(["run", "--pipeline", str(pipeline.file), *form])
 
-    code = cli.main(["run", "--pipeline", str(pipeline.file), *(["--json"] if form == "json" else [])])
-
-    assert code == 1
-    printed = capsys.readouterr()
-    assert "password authentication failed" in printed.out + printed.err
-    assert_clean("the output", printed.out + printed.err)
-    assert_clean("the pipeline's repr", repr(pipeline.pipeline))
+            assert code == 1, (side, form)
+            printed = capsys.readouterr()
+            assert "password authentication failed" in printed.out + printed.err, (side, form)
+            assert_clean("the output", printed.out + printed.err)
+        assert_clean("the pipeline's repr", repr(pipeline.pipeline))
 
 
 MALFORMED = {
@@ -254,10 +263,11 @@ MALFORMED = {
 @pytest.mark.parametrize("dsn", MALFORMED.values(), ids=MALFORMED.keys())
 @pytest.mark.parametrize("side", ["source", "sink"])
 def test_a_malformed_address_is_not_repeated(
-    side: str, dsn: object, databases: Databases, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    side: str, dsn: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nor handed to a driver, which would repeat it."""
-    pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], **{side: {"dsn": dsn}})
+    """It is not passed to a driver either, which would repeat it."""
+    nowhere = Databases("postgresql://postgres@127.0.0.1:1/shop", "postgresql://postgres@127.0.0.1:1/dw")
+    pipeline = PipelineUnderTest(tmp_path, nowhere, ["public.t"], **{side: {"dsn": dsn}})
 
     code = cli.main(["status", "--json", "--pipeline", str(pipeline.file)])
 

@@ -1,4 +1,4 @@
-"""What goes wrong at the source without an event in the log, and edits of a pipeline's file: refused, and how."""
+"""Problems at the source without an event in the log, and edits of a pipeline's file: how they are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ INSERT INTO public.p SELECT i * 10, 'row ' || i FROM generate_series(1, 19) i
 
 
 def running(databases: Databases, directory: Path, table: str, *statements: str, **sections: Any) -> PipelineUnderTest:
-    """A pipeline of one table, whose snapshot is done and whose stream has been applied."""
+    """Return a pipeline of one table, whose snapshot is done and whose stream has been applied."""
     pipeline = PipelineUnderTest(directory, databases, [table], **sections)
     pipeline.source(*statements)
     pipeline.provision()
@@ -41,15 +41,14 @@ def running(databases: Databases, directory: Path, table: str, *statements: str,
 
 
 def start_over(pipeline: PipelineUnderTest) -> None:
-    """``resnapshot --all``, its chunks copied in this process."""
+    """Run ``resnapshot --all``, and copy its chunks in this process."""
     provisioning.start_over(pipeline.pipeline, takeover=False)
-    for record in pipeline.record.chunks:
-        pipeline.copy(record.chunk.index, table=record.chunk.table)
+    pipeline.copy_tables()
     pipeline.apply()
 
 
 def test_partitions_are_one_table_in_the_order_of_the_log(databases: Databases, tmp_path: Path) -> None:
-    """A row that goes to another partition and back, and a key reused across them."""
+    """A row moves to another partition and back, and a key is reused across them."""
     pipeline = running(databases, tmp_path, "public.p", PARTITIONED)
     pipeline.source(
         "UPDATE public.p SET id = 150 + 5 WHERE id = 10",
@@ -65,7 +64,7 @@ def test_partitions_are_one_table_in_the_order_of_the_log(databases: Databases, 
 def test_a_record_that_another_kind_of_source_has_made_is_refused(
     databases: Databases, tmp_path: Path, command: Callable[[Pipeline], object]
 ) -> None:
-    """Also where the state says nothing of it."""
+    """This holds even if the state contains nothing about it."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"])
     pipeline.source(TABLE)
     sink = sink_of(pipeline.pipeline)

@@ -1,8 +1,8 @@
-"""Large values that an update leaves alone, which Postgres does not send, through everything that can happen to a row.
+"""Large values that an update does not change, which Postgres does not send, through all that can happen to a row.
 
 Every sequence of three operations happens to some row, at every choice of moments: before the chunks are read, between
-them, after them in the first unit, and in the next one. Each row has two large values, one that some operations change
-and one that only an insert does, so that each kind of mistake leaves a wrong value behind.
+them, after them in the first unit, and in the next unit. Each row has two large values: some operations change one of
+them, and only an insert changes the other. So each kind of mistake leaves a wrong value behind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 Mode = Literal["mirror", "changelog"]
 
-HIGH = 1_000_000  # keys from here on lie in the second chunk
+HIGH = 1_000_000  # keys from here on belong to the second chunk
 MOMENTS = range(4)
 UNKNOWN = "?"
 LARGE = "rpad('{} ' || r, 2100, md5(r::text))"
@@ -41,7 +41,7 @@ CHANGES = {
 }
 CREATE = (
     "CREATE TABLE t (id int PRIMARY KEY, r int NOT NULL, small int, large text, steady text)",
-    # As it is, uncompressed and out of line, so that a little more than 2 kB is enough.
+    # Unchanged, uncompressed and out of line, so that a little more than 2 kB is enough.
     "ALTER TABLE t ALTER large SET STORAGE EXTERNAL, ALTER steady SET STORAGE EXTERNAL",
 )
 IDENTITIES = {
@@ -57,14 +57,14 @@ IDENTITIES = {
 
 @dataclass(frozen=True)
 class Fate:
-    """What happens to a row, and when."""
+    """The operations on a row, and their moments."""
 
     operations: tuple[str, ...]
     moments: tuple[int, ...]
 
 
 def fates() -> Iterator[Fate]:
-    """Every sequence of three operations that can be, at every choice of moments."""
+    """Return every possible sequence of three operations, at every choice of moments."""
     for operations in itertools.product(CHANGES, repeat=3):
         states = itertools.accumulate(operations, lambda alive, o: o != "delete", initial=True)
         if all((operation == "insert") != alive for operation, alive in zip(operations, states, strict=False)):
@@ -76,7 +76,7 @@ FATES = list(fates())
 
 
 def happen(dsn: str, moment: int, *, together: bool) -> None:
-    """Do what falls into a moment, in one transaction or in one for each operation."""
+    """Execute the operations of a moment, in one transaction or in one for each operation."""
     with psycopg.connect(dsn, autocommit=not together) as connection:
         for place, (operation, statement) in itertools.product(range(3), CHANGES.items()):
             rows = [
@@ -113,7 +113,7 @@ def test_every_fate_of_large_values(databases: Databases, tmp_path: Path, identi
 
 
 def assert_values(pipeline: PipelineUnderTest, mode: Mode) -> None:
-    """The target has the source's values; a changelog adds up to them, but for what it says it lacks."""
+    """Check that the target has the source's values; a changelog may lack those that it marks as missing."""
     pipeline.assert_verified()
     columns = "id, r, small, md5(large), md5(steady)"
     ours = {row[0]: row for row in pipeline.source_rows(f"SELECT {columns} FROM t")}
@@ -126,7 +126,8 @@ def assert_values(pipeline: PipelineUnderTest, mode: Mode) -> None:
         earlier = theirs.pop(before if before is not None else row[0], None)
         if op == "d":
             continue
-        # What the row lacks it says, and had before. Only of a move from a chunk that was read later nobody knows it.
+        # The row marks the values that it lacks, which it had before. Only the value of a move out of a chunk read
+        # later is unknown.
         for name, place in (("large", 3), ("steady", 4)):
             if name in (unchanged or ()):
                 assert row[place] is None
@@ -143,7 +144,7 @@ def assert_values(pipeline: PipelineUnderTest, mode: Mode) -> None:
 @pytest.mark.parametrize("mode", ["mirror", "changelog"])
 @pytest.mark.parametrize("identity", ["DEFAULT", "FULL", "USING INDEX by_key"])
 def test_a_key_that_is_large_itself(databases: Databases, tmp_path: Path, identity: str, mode: Mode) -> None:
-    """An update of something else leaves out the key too, and sends it as the old one."""
+    """An update of another column leaves out the key too, and sends it as the old key."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], sink={"mode": mode}, snapshot={"chunk_rows": 2})
     key = "rpad(n::text, 2400, md5(n::text))"
     pipeline.source(

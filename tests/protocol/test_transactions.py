@@ -1,4 +1,4 @@
-"""Transactions of unusual kinds: prepared ones, very many tiny ones in a batch, and those that came to nothing."""
+"""Transactions of unusual kinds: prepared ones, very many tiny ones in a batch, and those that are rolled back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def prepare(dsn: str, name: str, *statements: str) -> None:
 
 @pytest.mark.parametrize("mode", ["mirror", "changelog"])
 def test_prepared_transactions(make_server: ServerMaker, databases: Databases, tmp_path: Path, mode: Mode) -> None:
-    """Committed or rolled back before the snapshot, across its chunks, and after it; they count when they end."""
+    """They end by commit or rollback, before the snapshot, across its chunks and after it; they count at their end."""
     server = make_server(settings={**SESSION_SETTINGS, "max_prepared_transactions": "20"})
     pipeline = PipelineUnderTest(
         tmp_path,
@@ -46,7 +46,7 @@ def test_prepared_transactions(make_server: ServerMaker, databases: Databases, t
     dsn = server.dsn()
 
     def begin(when: str) -> None:
-        # Two transactions that touch both chunks; each moment has rows of its own.
+        # Two transactions that touch both chunks; each moment has its own rows.
         for outcome in ("commit", "rollback"):
             number = len(touched)
             touched.append(f"{when} {outcome}")
@@ -78,7 +78,7 @@ def test_prepared_transactions(make_server: ServerMaker, databases: Databases, t
     end("between")
     pipeline.apply()
     pipeline.assert_verified()
-    # A batch that only prepares has nothing.
+    # A batch that only prepares has no changes.
     begin("late")
     pipeline.apply()
     pipeline.assert_verified()
@@ -96,7 +96,7 @@ def test_prepared_transactions(make_server: ServerMaker, databases: Databases, t
 def test_a_hundred_thousand_tiny_transactions(
     databases: Databases, tmp_path: Path, mode: Mode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one batch, on rows of which some are changed over and over."""
+    """They are in one batch, on rows of which some are changed repeatedly."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], sink={"mode": mode})
     pipeline.source("CREATE TABLE t (id int PRIMARY KEY, n int NOT NULL)")
     pipeline.provision()
@@ -126,35 +126,35 @@ def test_a_hundred_thousand_tiny_transactions(
             "SELECT count(*), count(DISTINCT (_commit_lsn, _seq)), count(DISTINCT _xid), min(_seq), max(_seq) FROM t"
         )
         assert pipeline.target_rows(found) == [(100_000, 100_000, 100_000, 1, 1)]
-        # Each row's counter rises with the order of the changes.
+        # Each row's counter increases in the order of the changes.
         places = "SELECT n, row_number() OVER (PARTITION BY id ORDER BY _commit_lsn) AS place FROM t"
         order = f"SELECT bool_and(n = place - 1) FROM ({places}) o"
         assert pipeline.target_rows(order) == [(True,)]
 
 
 def batches_up_to(pipeline: PipelineUnderTest, marker: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Apply the log up to a marker, all of which is there when the first batch is cut; return the changes of each."""
+    """Apply the log up to a marker, which exists when the first batch is cut; return the changes of each batch."""
     found: list[int] = []
-    choose, pass_batch = SlotStreamReader.latestOffset, StreamJob._batch
+    choose, pass_batch = SlotStreamReader.latestOffset, StreamJob._write_batch
 
     def whole(reader: SlotStreamReader, *arguments: Any) -> Any:
         reader._connected().reach(marker)
         return choose(reader, *arguments)
 
     def counted(job: StreamJob, *arguments: Any) -> None:
-        before = job._units.changes
+        before = job._sinks.changes
         pass_batch(job, *arguments)
-        found.append(job._units.changes - before)
+        found.append(job._sinks.changes - before)
 
     with monkeypatch.context() as patch:
         patch.setattr(SlotStreamReader, "latestOffset", whole)
-        patch.setattr(StreamJob, "_batch", counted)
+        patch.setattr(StreamJob, "_write_batch", counted)
         apply_stream(pipeline.pipeline, marker)
     return found
 
 
 def nothing(dsn: str) -> None:
-    """Work that is taken back in every way: by hand, by an error, by a session that ends, to a savepoint."""
+    """Undo work in every way: by hand, by an error, by a session that ends, to a savepoint."""
     change = (
         "INSERT INTO t SELECT n, 'lost' FROM generate_series(1000, 6000) n",
         "UPDATE t SET v = 'lost'",
@@ -174,7 +174,7 @@ def nothing(dsn: str) -> None:
 
 @pytest.mark.parametrize("mode", ["mirror", "changelog"])
 def test_a_batch_of_work_that_was_taken_back(databases: Databases, tmp_path: Path, mode: Mode) -> None:
-    """Nothing comes of it, and the position passes it all the same."""
+    """It yields no changes, but the position passes it."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], sink={"mode": mode}, snapshot={"chunk_rows": 10})
     pipeline.source(*TABLE)
     pipeline.provision()

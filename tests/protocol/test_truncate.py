@@ -1,6 +1,6 @@
 """TRUNCATE before, between and after the chunks' reads, alone and among other changes, of one table and of several.
 
-Each statement is done to tables of its own at each moment, all in one pipeline, so that units hold many at once.
+Each statement runs on separate tables at each moment, all in one pipeline, so that units contain many at once.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ pytestmark = pytest.mark.slow
 
 Mode = Literal["mirror", "changelog"]
 
-MOMENTS = range(4)  # before the chunks, between them, after them in the first unit, and in the next one
+MOMENTS = range(4)  # before the chunks, between them, after them in the first unit, and in the next unit
 NEW = "INSERT INTO {0} (id, n, v) SELECT n, 1, rpad('new', 2100, n::text) FROM generate_series(3, 6) n"
 FILL = "INSERT INTO {0} (id, n, v) SELECT n, 0, rpad(n::text, 2100, n::text) FROM generate_series(1, 8) n"
 
-# A list is a transaction. {a} is a table, {b} refers to {a}, {c} is one by itself.
+# A list is a transaction. {a} is a table, {b} refers to {a}, {c} is unrelated.
 STATEMENTS: dict[str, list[list[str]]] = {
     "alone": [["TRUNCATE {a}, {b}"]],
     "cascade": [["TRUNCATE {a} CASCADE"]],
@@ -62,14 +62,14 @@ STATEMENTS: dict[str, list[list[str]]] = {
 
 
 def tables_of(what: int, moment: int) -> dict[str, str]:
-    """The tables to which a statement is done at a moment: those that it names, and what refers to them."""
+    """Return the tables of a statement at a moment: those that it names, and those that refer to them."""
     text = str(list(STATEMENTS.values())[what])
     used = "abc" if "{c}" in text and "{a}" in text else "ab" if "{a}" in text else "c"
     return {name: f"{name}{what}_{moment}" for name in used}
 
 
 def happen(dsn: str, moment: int) -> None:
-    """Do everything that falls into a moment."""
+    """Execute everything that belongs to a moment."""
     for what, transactions in enumerate(STATEMENTS.values()):
         names = tables_of(what, moment)
         for statements in transactions:
@@ -112,7 +112,7 @@ VALUE = "(SELECT string_agg(md5(n || '.' || i), '') FROM generate_series(1, 260)
 
 @pytest.mark.parametrize("mode", ["mirror", "changelog"])
 def test_a_truncate_that_a_re_read_of_keys_has_seen(databases: Databases, tmp_path: Path, mode: Mode) -> None:
-    """The row that was read again came after it; all others have to go."""
+    """The re-read row was inserted after it; all other rows have to go."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], sink={"mode": mode})
     pipeline.source(TABLE, "INSERT INTO public.t SELECT n, 'old' FROM generate_series(1, 20) n")
     pipeline.provision()
@@ -125,7 +125,7 @@ def test_a_truncate_that_a_re_read_of_keys_has_seen(databases: Databases, tmp_pa
 
 
 def test_a_truncate_that_a_re_read_of_large_values_has_seen(databases: Databases, tmp_path: Path) -> None:
-    """As with a request; here the stream asks for the row itself: it enters the rule without its large value."""
+    """As with a request, but the stream requests the row: it starts to match the rule without its large value."""
     rule = {"table": "public.t", "where": "id > 0"}
     pipeline = PipelineUnderTest(tmp_path, databases, [rule], stream={"max_batch_bytes": "16KiB"})  # several units
     pipeline.source(TABLE, f"INSERT INTO public.t SELECT n, {VALUE} FROM generate_series(-5, 20) n")

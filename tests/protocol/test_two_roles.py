@@ -23,7 +23,7 @@ from tests.support.sparkless import DONE, SparklessRun
 
 @pytest.fixture
 def roles(databases: Databases) -> Iterator[dict[str, str]]:
-    """The DSNs of a pipeline's two roles in the source; no superusers."""
+    """Return the DSNs of a pipeline's two roles in the source, which are not superusers."""
     name = databases.source.rpartition("/")[2]
     reader, replicator = f"reader_{name}", f"replicator_{name}"
     execute(
@@ -47,7 +47,7 @@ def pipeline(databases: Databases, roles: dict[str, str], tmp_path: Path) -> Pip
 
 
 def test_a_pipeline_lives_with_two_roles(pipeline: PipelineUnderTest) -> None:
-    """From its first check to its removal, and beside a walsender that it has to end."""
+    """From its first check to its removal, including a walsender that it has to end."""
     names = pipeline.pipeline.source
     assert all(finding.ok for finding in preflight(pipeline.pipeline))
     pipeline.provision()
@@ -75,7 +75,7 @@ def test_a_pipeline_lives_with_two_roles(pipeline: PipelineUnderTest) -> None:
 
 
 def test_each_role_is_checked(pipeline: PipelineUnderTest, databases: Databases, roles: dict[str, str]) -> None:
-    """Preflight names the one that lacks something."""
+    """Preflight names the role that lacks a privilege."""
 
     def found(**source: str) -> dict[str, CdcError]:
         pipeline.change(source=roles | source)

@@ -1,7 +1,7 @@
-"""Changes of types that columns are made of, of which neither the log nor the tables' entries in the catalog tell.
+"""Changes of types on which columns are based; neither the log nor the tables' catalog entries show them.
 
-Values that nobody has written since read otherwise from then on, as keys too, and what has been recorded names and
-spells what the source does not know any more.
+Existing values, also of keys, are then interpreted differently, and the recorded names and texts are unknown to the
+source.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from airflow_cdc_provider.engine.core.errors import SchemaChanged, StreamFailed,
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.runs.run import run_part
 from airflow_cdc_provider.engine.sources.postgres.catalog.catalog_watch import catalog_state
-from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import readopt
+from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_job import reread_changed
 from tests.conftest import Databases, ServerMaker
 from tests.support.engine_parts import copy_chunk_of
 from tests.support.pipelines import PipelineUnderTest
@@ -28,13 +28,13 @@ pytestmark = pytest.mark.slow
 
 @dataclass(frozen=True)
 class Case:
-    """A type that is changed; ``{s}`` is the schema of the case.
+    """A change of a type; ``{s}`` is the schema of the case.
 
-    :param types: what makes it.
-    :param kind: the column's.
-    :param values: two of its values as SQL, of rows from before.
-    :param ddl: the change.
-    :param again: whether the table has to be read again.
+    :param types: statements that create it.
+    :param kind: type of the column.
+    :param values: two of its values as SQL, of existing rows.
+    :param ddl: statements that change it.
+    :param again: whether the table has to be re-read.
     :param key: whether the column is the key.
     """
 
@@ -92,7 +92,7 @@ CASES = {
 
 
 class Types(PipelineUnderTest):
-    """A pipeline that streams a table a case."""
+    """A pipeline that streams one table per case."""
 
     def __init__(self, directory: Path, databases: Databases, cases: Mapping[str, Case], **sections: Any) -> None:
         self.cases = cases
@@ -109,11 +109,11 @@ class Types(PipelineUnderTest):
         self.apply()
 
     def reads(self) -> dict[str, int]:
-        """H of the last reading of each table as a whole."""
+        """Return H of the last full read of each table."""
         return {c.chunk.table.removesuffix(".t"): c.watermark.high for c in self.record.chunks if c.watermark}
 
     def assert_same(self) -> None:
-        """Each target has the texts of its source."""
+        """Check that each target has the texts of its source."""
         for name in self.cases:
             query = f"SELECT id, v::text, n FROM {name}.t ORDER BY id"
             assert self.target_rows(query) == self.source_rows(query), name
@@ -166,7 +166,7 @@ def test_a_changelog_has_all_rows_anew(databases: Databases, tmp_path: Path) -> 
 
 
 def test_a_key_is_never_there_by_both_of_its_names(databases: Databases, tmp_path: Path) -> None:
-    """The row would be there twice from the unit that changes it until the table is read again."""
+    """Otherwise the row would occur twice, from the unit that changes it until the table is re-read."""
     pipeline = Types(tmp_path, databases, {"label_of_a_key": CASES["label_of_a_key"]})
     pipeline.target("CREATE UNIQUE INDEX ON label_of_a_key.t (id)")
     pipeline.source(RENAME.format(s="label_of_a_key"), WRITE.format(s="label_of_a_key"))
@@ -184,7 +184,7 @@ REMEDIES = {
 
 @pytest.mark.parametrize("remedy", REMEDIES)
 def test_a_target_that_has_the_type_as_it_was(databases: Databases, tmp_path: Path, remedy: str) -> None:
-    """Refused, and what the solution names heals it."""
+    """It is refused, and the remedy of the error repairs it."""
     cases, statement = REMEDIES[remedy]
     pipeline = PipelineUnderTest(tmp_path, databases, [])
     for name, case in cases.items():
@@ -201,7 +201,7 @@ def test_a_target_that_has_the_type_as_it_was(databases: Databases, tmp_path: Pa
 
 
 def test_a_record_that_does_not_say_what_types_are_made_of(databases: Databases, tmp_path: Path) -> None:
-    """One of an earlier version: taken as it is, and completed."""
+    """A record of an earlier version is accepted as it is, and completed."""
     pipeline = Types(tmp_path, databases, TYPICAL)
     read = pipeline.reads()
     recorded = "SELECT count(*) FROM airflow_cdc.tables, json_array_elements(definition::json -> 'columns') c"
@@ -236,7 +236,7 @@ Begin = Callable[[str], PipelineUnderTest]
 
 @pytest.fixture
 def begin(databases: Databases, tmp_path: Path, make_server: ServerMaker, request: pytest.FixtureRequest) -> Begin:
-    """Makes the pipeline of a case: of the three chunks of its table the first is finished."""
+    """Return the pipeline of a case, whose table has three chunks, of which the first is finished."""
 
     def make(case: str) -> PipelineUnderTest:
         types, kind, _ = LATER[case]
@@ -276,7 +276,7 @@ def test_before_a_chunk(begin: Begin, case: str) -> None:
     pipeline.source(LATER[case][2], "UPDATE public.t SET body = 'x' WHERE id > 'b'")
     assert isinstance(copy_chunk_of(pipeline.pipeline, pipeline.chunk(1).chunk), SchemaChanged)
     with run_part(pipeline.pipeline, "snapshot-0", None) as (run, _):
-        assert readopt(run, target) == 7
+        assert reread_changed(run, target) == 7
     pipeline.apply()
     assert_same(pipeline)
 
@@ -292,7 +292,7 @@ def test_before_the_stream(begin: Begin, case: str) -> None:
 
 
 def test_in_the_middle_of_a_large_transaction(begin: Begin) -> None:
-    """What has been staged of it is staged anew, as the table has been read again meanwhile."""
+    """The staged parts of it are staged again, because the table has been re-read meanwhile."""
     pipeline = begin("renamed")
     large = "INSERT INTO public.u SELECT n, repeat('x', 100) FROM generate_series(1, 3000) n"
     pipeline.source(f"BEGIN; {large}; UPDATE public.t SET body = 'x' WHERE id = 'e'; COMMIT")
@@ -306,7 +306,7 @@ def test_in_the_middle_of_a_large_transaction(begin: Begin) -> None:
 
 @pytest.mark.parametrize("case", ["renamed", "label of a bound"])
 def test_before_rows_are_read_again(begin: Begin, case: str) -> None:
-    """``resnapshot --where`` names keys as the target has them; the stream has to follow first."""
+    """``resnapshot --where`` names keys as the target has them, so the stream has to follow first."""
     pipeline = begin(case)
     pipeline.copy_tables(1, 2)
     pipeline.apply()

@@ -1,7 +1,6 @@
 """Every built-in type: snapshot and stream carry its extremes value by value.
 
-What is compared is the text that each server's own output function writes, because that is what Postgres itself
-restores a dump from.
+The comparison uses the text that each server's output functions produce, from which Postgres itself restores a dump.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ VERSIONS: dict[int, dict[str, Sequence[str]]] = {
 XML = {"xml": ["", '<a b="1">&amp;</a>', "text", '<?xml version="1.0" standalone="yes"?><a>ä</a>', "<a/><b/>"]}
 
 
-# Their values are made by the server; no input function takes them.
+# The server generates their values; no input function accepts them.
 MADE = {
     "pg_node_tree": "SELECT conbin FROM pg_constraint WHERE conbin IS NOT NULL LIMIT 1",
     "pg_ndistinct": "SELECT stxdndistinct FROM pg_statistic_ext_data",
@@ -45,7 +44,7 @@ MADE = {
 }
 
 
-# Nothing that a user can write gives a value of these: they live in indexes.
+# No input of a user yields a value of these types: they exist only in indexes.
 NO_VALUES = {"gtsvector", "pg_brin_bloom_summary", "pg_brin_minmax_multi_summary"}
 
 
@@ -60,7 +59,7 @@ ONLY_HERE = (
 
 
 def assert_before(pipeline: PipelineUnderTest, table: str = "public.t") -> None:
-    """The old row of each change of a changelog has the texts that the change before had."""
+    """Check that the old row of each change of a changelog has the texts of the previous change."""
     names = list(columns_of(pipeline, "source", table))
     with connected(pipeline.databases.target) as connection:
         found = rows(connection, sql.SQL("SELECT _before, id FROM {} WHERE _op IN ('u', 'd')").format(sql.SQL(table)))
@@ -130,7 +129,7 @@ def test_every_builtin_type(
 
 
 def assert_complete(source: Any, kinds: Sequence[str]) -> None:
-    """Every built-in type that can be a column is tested; arrays are made for each."""
+    """Check that the tests cover every built-in type that a column can have; arrays are made for each."""
     query = (
         "SELECT oid, typname FROM pg_type t WHERE typtype <> 'p' AND typrelid = 0 AND oid < 16384"
         " AND NOT EXISTS (SELECT FROM pg_type e WHERE e.typarray = t.oid)"
@@ -142,7 +141,7 @@ def assert_complete(source: Any, kinds: Sequence[str]) -> None:
 def create_table_of(
     pipeline: PipelineUnderTest, values: Mapping[str, Sequence[str]], made: Mapping[str, str] = MADE
 ) -> list[str]:
-    """Create ``public.t`` with a column of each type and of its array, and of each type made; return their names."""
+    """Create ``public.t`` with a column of each type and of its array, and of each created type; return their names."""
     cells: dict[str, tuple[str, list[sql.Composable]]] = {}
     for kind, given in values.items():
         scalars = [sql.SQL("{}::" + kind).format(sql.Literal(text)) for text in given]
@@ -203,7 +202,7 @@ def test_settings_of_roles_and_databases_do_not_leak(
     for dsn, side in ((databases.source, pipeline.source), (databases.target, pipeline.target)):
         name = dsn.rpartition("/")[2]
         side(*(f'ALTER DATABASE "{name}" SET {setting} = {value}' for setting, value in HOSTILE_SETTINGS.items()))
-        # Found before pg_catalog's by who does not qualify, and only in evil's search path.
+        # An unqualified name finds them before pg_catalog's, and only in evil's search path.
         side(
             "CREATE SCHEMA evil",
             "CREATE TABLE evil.pg_class ()",
@@ -225,7 +224,7 @@ def test_settings_of_roles_and_databases_do_not_leak(
 
 @pytest.mark.parametrize("mode", ["mirror", "changelog"])
 def test_large_values(databases: Databases, tmp_path: Path, mode: Mode) -> None:
-    """64 MiB in one value, larger than a batch: read by a chunk, streamed, left alone by an update, moved."""
+    """One value of 64 MiB, larger than a batch, is read by a chunk, streamed, not changed by an update, and moved."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], sink={"mode": mode})
     big = "(SELECT repeat('é' || E'\\n\\t\"' || md5({}::text), 1850000))"
     pipeline.source(

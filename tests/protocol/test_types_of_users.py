@@ -1,4 +1,4 @@
-"""Types that users and extensions make: domains, enums, ranges, and columns that were made text for them."""
+"""Types that users and extensions create: domains, enums, ranges, and columns that become text because of them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_types_of_users(
     known: bool,
     mode: Mode,
 ) -> None:
-    """A type that the target has is kept, one that it lacks becomes text; arrays too, and keys."""
+    """A type that the target has is kept, one that it lacks becomes text; the same holds for arrays and keys."""
     databases = make_databases(servers[server], servers["16" if not known else server])
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.*"], sink={"mode": mode})
     pipeline.source(*statements)
@@ -113,7 +113,7 @@ def test_types_of_users(
 
 
 def insert_rows(dsn: str, values: Mapping[str, Sequence[str]], keyed: Sequence[str], first: int) -> None:
-    """Insert four rows into ``t`` and ``k``; in the keys of ``k`` an X tells one call from another where it can."""
+    """Insert four rows into ``t`` and ``k``; in the keys of ``k`` an X distinguishes the calls if it can."""
     with connected(dsn, writes=True) as source:
         rows(source, "SET search_path = public")
         for i in range(4):
@@ -136,7 +136,7 @@ def insert_rows(dsn: str, values: Mapping[str, Sequence[str]], keyed: Sequence[s
 
 @pytest.mark.parametrize("mode", ["mirror", "changelog"])
 def test_an_enum_label_that_the_target_lacks(databases: Databases, tmp_path: Path, mode: Mode) -> None:
-    """Refused with what to do, by the chunk and by the stream; afterwards nothing has been lost."""
+    """Chunk and stream refuse it with a remedy; afterwards nothing has been lost."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], sink={"mode": mode})
     create = "CREATE TYPE mood AS ENUM ('fine')"
     pipeline.source(create, "CREATE TABLE t (id int PRIMARY KEY, m mood)", "INSERT INTO t VALUES (1, 'fine')")
@@ -184,7 +184,7 @@ WIDENED = {
 def test_a_column_that_was_made_text_to_take_all_values(
     databases: Databases, tmp_path: Path, mode: Mode, case: str
 ) -> None:
-    """Its type's successor refuses them too: it stays text, since nobody could make it so before it is filled."""
+    """The type's successor refuses the values too, so the column stays text: only an empty column can be converted."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], sink={"mode": mode})
     *types, strict = WIDENED[case]
     closed = ")" if case == "read again" else ""

@@ -1,7 +1,7 @@
-"""Tables that a publication of somebody else loses for a while, and no entry of it tells: they are read again.
+"""Tables that a foreign publication loses for a while, without naming them: they are re-read.
 
-It has them by their schema or by their root, which a table can leave and join again; or all tables, which one leaves
-while it is unlogged.
+The publication contains them by their schema or by their root, which a table can leave and rejoin; or it contains all
+tables, and a table leaves it while it is unlogged.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DATA = (
 
 
 def gap(table: str, leave: str, come_back: str, elsewhere: str | None = None) -> list[str]:
-    """Statements that change a table while it is away."""
+    """Return statements that change a table while it is away."""
     change = [statement.replace("{t}", elsewhere or table) for statement in MEANWHILE]
     return [f"ALTER TABLE {leave}", *change, f"ALTER TABLE {come_back}"]
 
@@ -56,7 +56,7 @@ DETACHED = gap(
     "shop.{t} ATTACH PARTITION parts.{t}_1 FOR VALUES FROM (0) TO (11)",
 )
 MOVED = gap("shop.{t}", "shop.{t} SET SCHEMA attic", "attic.{t} SET SCHEMA shop", "attic.{t}")
-# What is done, to which table.
+# Statements, and the table that they concern.
 TREES_READ_AGAIN: Mapping[str, tuple[str, list[str]]] = {
     "detached": (TREE, DETACHED),
     "leaf_unlogged": (TREE, unlogged("parts.{t}_1")),
@@ -95,7 +95,7 @@ CATALOGS = [f"VACUUM {how} pg_catalog.{table}" for how in ("FULL", "FREEZE") for
 
 
 class Tables(PipelineUnderTest):
-    """A pipeline that streams one table of the schema ``shop`` a case, published by somebody else."""
+    """A pipeline that streams one table of the schema ``shop`` per case, in a foreign publication."""
 
     def __init__(
         self, directory: Path, databases: Databases, published: str, cases: Mapping[str, str], name: str | None = None
@@ -117,12 +117,12 @@ class Tables(PipelineUnderTest):
         self.source(*(statement.format(t=case) for statement in statements))
 
     def write(self) -> None:
-        """Change data of all tables."""
+        """Change rows of all tables."""
         for case in self.cases:
             self.play(case, *(statement.replace("{t}", "shop.{t}") for statement in DATA))
 
     def reads(self) -> dict[str, int]:
-        """H of the last reading of each table as a whole."""
+        """Return H of the last full read of each table."""
         return {c.chunk.table.removeprefix("shop."): c.watermark.high for c in self.record.chunks if c.watermark}
 
     def assert_same(self) -> None:
@@ -131,7 +131,7 @@ class Tables(PipelineUnderTest):
 
 
 def assert_read_again(pipeline: Tables, done: Mapping[str, Sequence[str]], again: set[str]) -> None:
-    """Play what is done to the tables, between data, and check which of them are read again, once."""
+    """Run the statements on the tables, between changes, and check which tables are re-read, once."""
     before = pipeline.reads()
     pipeline.write()
     for case, statements in done.items():
@@ -158,7 +158,7 @@ def kinds(cases: Mapping[str, tuple[str, list[str]]]) -> dict[str, str]:
 
 @pytest.mark.parametrize("published", ["ALL TABLES", "TABLES IN SCHEMA shop", "TABLE {}"])
 def test_tables_that_nothing_names(databases: Databases, tmp_path: Path, published: str) -> None:
-    """Of those that it does name Postgres lets none be unlogged; their partitions it does not name."""
+    """Postgres forbids unlogging tables that the publication names, but not their partitions."""
     trees = published.startswith("TABLE ")
     again, followed = (TREES_READ_AGAIN, TREES_FOLLOWED) if trees else (READ_AGAIN, FOLLOWED)
     pipeline = Tables(tmp_path, databases, published, kinds(again | followed))
@@ -177,7 +177,7 @@ def test_on_other_servers(
 
 
 def test_tables_that_the_publication_names(databases: Databases, tmp_path: Path) -> None:
-    """They stay in it wherever they go. Of rows that were changed elsewhere the log tells where that was."""
+    """They stay in it wherever they move. For rows that were changed elsewhere, the log shows where."""
     moved = ["ALTER TABLE shop.{t} SET SCHEMA attic", "ALTER TABLE attic.{t} SET SCHEMA shop"]
     cases = {"moved": (TABLE, moved), "vacuumed_short": (SHORT, ["VACUUM FULL shop.{t}"])}
     pipeline = Tables(tmp_path, databases, "TABLE {}", kinds(cases))
@@ -208,7 +208,7 @@ def test_what_is_refused_meanwhile_and_put_back(databases: Databases, tmp_path: 
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_record_that_does_not_know_yet(databases: Databases, tmp_path: Path, again: bool) -> None:
-    """It is taken as it is, and completed; a refusal's remedy does without it."""
+    """It is accepted as it is, and completed; a refusal's remedy does not need it."""
     cases = {case: READ_AGAIN[case][0] for case in ("unlogged", "unlogged_short", "detached", "moved")}
     pipeline = Tables(tmp_path, databases, "TABLES IN SCHEMA shop", cases)
     forget = (

@@ -1,4 +1,4 @@
-"""Tables with as many columns as Postgres allows, of which staging holds more than a table may have."""
+"""Tables with as many columns as Postgres allows; staging holds more values for them than a table may have columns."""
 
 from __future__ import annotations
 

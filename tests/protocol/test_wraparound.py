@@ -1,7 +1,7 @@
 """Transaction ids past 2^32: pgoutput sends their low 32 bits, snapshots have all 64.
 
-A cluster is moved to just below the wrap with ``pg_resetwal``; then ids are used up while chunks are read, so that the
-snapshots of one table lie on both sides of the wrap, and transactions are open across it.
+``pg_resetwal`` moves a cluster to just below the wraparound. Then ids are used up while chunks are read, so that the
+snapshots of one table lie on both sides of the wraparound, and transactions are open across it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ ROWS = "INSERT INTO public.t SELECT n, 'row ' || n FROM generate_series(1, 20) n
 
 @pytest.fixture
 def server(make_server: ServerMaker) -> PostgresServer:
-    """A source whose next transaction id is three hundred below the wrap."""
+    """Run a source whose next transaction id is three hundred below the wraparound."""
     server = make_server(settings={"autovacuum": "off"})
-    # What the catalogs have from transactions of the start must not look as if it came from the future.
+    # Rows of the catalogs from early transactions must not look as if they came from the future.
     execute(server.dsn(), "VACUUM FREEZE")
     server.stop()
     start = WRAP - 300
-    # The status of transactions is read from files that only their assignment would have made.
+    # The status of transactions is read from files that only the assignment of their ids would have created.
     segment = server.data_directory / "pg_xact" / f"{start // XACTS_A_SEGMENT:04X}"
     segment.write_bytes(bytes(XACT_SEGMENT_BYTES))
     server.account.own(segment)
@@ -57,7 +57,7 @@ def server(make_server: ServerMaker) -> PostgresServer:
 def pipeline(
     request: pytest.FixtureRequest, server: PostgresServer, databases: Databases, tmp_path: Path
 ) -> PipelineUnderTest:
-    """A pipeline of twenty rows in four chunks, provisioned below the wrap."""
+    """Return a pipeline of twenty rows in four chunks, provisioned below the wraparound."""
     pair = Databases(server.dsn(), databases.target)
     under_test = PipelineUnderTest(
         tmp_path, pair, ["public.t"], pipeline="wrap", sink={"mode": request.param}, snapshot={"chunk_rows": 5}
@@ -68,7 +68,7 @@ def pipeline(
 
 
 def next_xid(pipeline: PipelineUnderTest) -> int:
-    """An id of a transaction that has ended now."""
+    """Return the id of a transaction that has just ended."""
     return int(str(pipeline.source_rows("SELECT pg_current_xact_id()::text::bigint")[0][0]))
 
 
@@ -82,7 +82,7 @@ def burn(pipeline: PipelineUnderTest, until: int) -> None:
 
 
 def update(name: str, *keys: int) -> str:
-    """A statement that marks rows as a transaction's."""
+    """Return a statement that marks rows with a transaction's name."""
     return f"UPDATE public.t SET body = '{name}' WHERE id IN ({', '.join(map(str, keys))})"
 
 
@@ -93,7 +93,7 @@ def xmin_xmax(pipeline: PipelineUnderTest, index: int) -> tuple[int, int]:
 
 
 def changes(pipeline: PipelineUnderTest) -> set[tuple[str, int]]:
-    """What a changelog has of changes."""
+    """Return the changes in a changelog."""
     return set(pipeline.target_rows("SELECT body, id FROM public.t WHERE _op = 'u'"))  # type: ignore[arg-type]
 
 
@@ -104,7 +104,7 @@ def assert_equal(pipeline: PipelineUnderTest, mode: Literal["mirror", "changelog
 
 
 def test_a_wrap_inside_the_snapshot(pipeline: PipelineUnderTest) -> None:
-    """Each transaction touches a row of every chunk, and is in those chunks whose snapshots see it."""
+    """Each transaction touches a row of every chunk, and is part of the chunks whose snapshots see it."""
     mode, dsn = pipeline.pipeline.sink.mode, pipeline.databases.source
     assert next_xid(pipeline) < WRAP
     burn(pipeline, WRAP - 20)
@@ -139,7 +139,7 @@ def test_a_wrap_inside_the_snapshot(pipeline: PipelineUnderTest) -> None:
 
 
 def test_a_wrap_in_the_stream_and_everything_after_it(pipeline: PipelineUnderTest) -> None:
-    """The stream passes the wrap; re-reads and a second copy stitch above it as below."""
+    """The stream passes the wraparound; re-reads and a second copy work above it as below it."""
     mode, dsn = pipeline.pipeline.sink.mode, pipeline.databases.source
     pipeline.copy()
     burn(pipeline, WRAP - 20)
@@ -148,7 +148,7 @@ def test_a_wrap_in_the_stream_and_everything_after_it(pipeline: PipelineUnderTes
         burn(pipeline, WRAP + 10)
         pipeline.source(update("above", 3, 18))
         across.commit()
-    # Read above the wrap, while the stream still has all of this before it.
+    # Re-read above the wraparound, while the stream has not reached any of this.
     commands.resnapshot(pipeline.pipeline, tables=["public.t"], where="id < 10")
     pipeline.source(update("later", 3, 4))
     pipeline.apply()

@@ -1,4 +1,4 @@
-"""Servers of several versions for tests of types, and the texts that both sides have."""
+"""Servers of several versions for tests of types, and the values of both sides as text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Mode = Literal["mirror", "changelog"]
 def servers(
     server_directory: Path, source_server: PostgresServer, system_binaries: Path
 ) -> Iterator[Mapping[str, PostgresServer]]:
-    """One server a version; both databases of a test live on it."""
+    """Run one server per version; both databases of a test are on it."""
     newer = PostgresServer.create(server_directory / "types18", "18", SESSION_SETTINGS)
     full = PostgresServer.create(server_directory / "types-full", binaries=system_binaries, settings=SESSION_SETTINGS)
     try:
@@ -36,7 +36,7 @@ def servers(
 
 @pytest.fixture
 def make_databases() -> Iterator[Callable[[PostgresServer, PostgresServer], Databases]]:
-    """Makes a pair of databases on servers of the test's choice."""
+    """Return a factory of pairs of databases on servers of the test's choice."""
     made: list[tuple[PostgresServer, str]] = []
 
     def make(source: PostgresServer, target: PostgresServer) -> Databases:
@@ -52,7 +52,7 @@ def make_databases() -> Iterator[Callable[[PostgresServer, PostgresServer], Data
 
 
 def columns_of(pipeline: PipelineUnderTest, side: str, table: str) -> dict[str, str]:
-    """Name and type of each column on one side."""
+    """Return the name and the type of each column on one side."""
     with connected(getattr(pipeline.databases, side)) as connection:
         query = (
             "SELECT attname, format_type(atttypid, atttypmod) FROM pg_attribute"
@@ -62,8 +62,8 @@ def columns_of(pipeline: PipelineUnderTest, side: str, table: str) -> dict[str, 
 
 
 def texts(pipeline: PipelineUnderTest, side: str, table: str, names: Sequence[str], tail: str = "ORDER BY id") -> Any:
-    """All values of a table as text, as the server's own output functions write them."""
-    # concat() calls the output function; a cast does not always.
+    """Return all values of a table as text, as the server's output functions write them."""
+    # concat() calls the output function; a cast does not always do so.
     text = "CASE WHEN {0} IS DISTINCT FROM NULL THEN concat({0}) END"
     cells = sql.SQL(", ").join(sql.SQL(text).format(sql.Identifier(name)) for name in names)
     with connected(getattr(pipeline.databases, side)) as connection:
@@ -77,7 +77,7 @@ LATEST = (
 
 
 def assert_same(pipeline: PipelineUnderTest, table: str = "public.t") -> None:
-    """The target, or what a changelog adds up to, has the source's texts; and ``verify`` says so too."""
+    """Check that the target, or the result of a changelog, has the source's texts, and that ``verify`` agrees."""
     names = list(columns_of(pipeline, "source", table))
     changelog = pipeline.pipeline.sink.mode == "changelog"
     tail = LATEST.format(table) if changelog else "ORDER BY id"

@@ -1,1 +1,1 @@
-"""What programs of others have written, beside what made them write it."""
+"""Recorded output of other programs, with the programs that produced it."""

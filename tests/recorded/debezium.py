@@ -1,7 +1,9 @@
-"""What Debezium writes of a table's changes: ``python -m tests.recorded.debezium`` records it, by ``java`` and ``mvn``.
+"""Records the messages of Debezium for a table's changes, by ``java`` and ``mvn``: ``python -m
+tests.recorded.debezium``.
 
-Its own connector for Postgres reads them from a server of this program's, and Kafka Connect's own JsonConverter writes
-them. Their schemas in Avro are those of Apicurio's copy of Confluent's ``AvroData``, which is in Maven Central.
+Debezium's connector for Postgres reads the changes from a server that this program starts, and Kafka Connect's
+JsonConverter writes them. The schemas in Avro are those of Apicurio's copy of Confluent's ``AvroData``, which is in
+Maven Central.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ CHANGES = (
     """,
     "DELETE FROM public.t WHERE id = 2",
 )
-MESSAGES = 11  # a change of key is two and a tombstone, a delete one and a tombstone
+MESSAGES = 11  # a change of key is two messages and a tombstone, a delete is one and a tombstone
 
 _HERE = Path(__file__).parent
 _SECONDS = 120.0
@@ -68,11 +70,11 @@ _POM = f"""
 
 
 class Recorded(NamedTuple):
-    """Messages in their order.
+    """Messages in order.
 
-    :ivar schema: Kafka Connect's, of the values.
-    :ivar avro_key, avro_value: in Avro, of keys and values.
-    :ivar messages: keys as they are, and what values hold beside their schema; none for a tombstone.
+    :ivar schema: schema of the values, for Kafka Connect.
+    :ivar avro_key, avro_value: schemas of keys and values, in Avro.
+    :ivar messages: keys, and the contents of values without their schema; a tombstone has none.
     """
 
     schema: dict[str, Any]
@@ -82,7 +84,7 @@ class Recorded(NamedTuple):
 
 
 def recorded(decimals: str) -> Recorded:
-    """What has been recorded.
+    """Return the recorded messages.
 
     :param decimals: Debezium's ``decimal.handling.mode``.
     """
@@ -114,7 +116,7 @@ def _record(decimals: str, server: PostgresServer, jars: Path) -> None:
 
 def _in_avro(messages: Sequence[str], jars: Path) -> Sequence[str]:
     command = ["java", "-Dfile.encoding=UTF-8", "-cp", f"{jars}/*", str(_HERE / "Avro.java")]
-    # As Debezium's field.name.adjustment.mode has it for this converter.
+    # This is what Debezium's field.name.adjustment.mode requires for this converter.
     lines = "".join(f"{message}\n" for message in messages).replace("odd name", "odd_name")
     done = subprocess.run(command, input=lines, stdout=subprocess.PIPE, encoding="utf-8", check=True)
     return done.stdout.splitlines()
@@ -130,7 +132,7 @@ def _write(decimals: str, messages: Sequence[Sequence[str]], avro: Sequence[str]
 
 
 def main() -> None:
-    """Record all."""
+    """Record everything."""
     with tempfile.TemporaryDirectory(prefix="cdc-recorded-") as name:
         directory = Path(name)
         directory.chmod(0o755)

@@ -1,4 +1,4 @@
-"""What a run is told to have ended with, when both a batch and what goes on beside the batches have failed."""
+"""The error of a run in which both a batch and the work next to it have failed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 from airflow_cdc_provider.engine.core.errors import CdcError, ConnectionFailed, Fenced, SlotBudgetExceeded, StreamFailed
-from airflow_cdc_provider.engine.runs.foreach_batch import Batches
+from airflow_cdc_provider.engine.runs.foreach_batch import ForeachBatch
 from airflow_cdc_provider.engine.runs.run import Run, run_part
 from airflow_cdc_provider.engine.state.heartbeat import STREAM
 from tests.conftest import Databases
@@ -60,7 +60,7 @@ def test_what_ends_a_run_for_good_goes_before_an_outage(
 ) -> None:
     begun, failing = threading.Event(), threading.Event()
 
-    def bring(rows: DataFrame, number: int) -> None:
+    def write_batch(rows: DataFrame, number: int) -> None:
         begun.set()
         assert failing.wait(SECONDS)
         raise in_batch
@@ -68,7 +68,7 @@ def test_what_ends_a_run_for_good_goes_before_an_outage(
     def failure(*said: object) -> CdcError:
         return StreamFailed(f"unforeseen: {said}", "None.")
 
-    batches = Batches(run, bring, failure, failure)
+    batches = ForeachBatch(run, write_batch, failure, failure)
     stream = spark.readStream.format("rate").load().writeStream.foreachBatch(batches)
     query = stream.option("checkpointLocation", str(tmp_path / "checkpoint")).start()
 

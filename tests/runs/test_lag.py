@@ -1,4 +1,4 @@
-"""How far a job says it is behind, and how fast it is: what it has to apply counts, not how long it has been idle."""
+"""The lag and the speed that a job reports: changes left to apply count, not the time that it has been idle."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from airflow_cdc_provider.engine.postgres.slots import SlotState, emit_marker
 from airflow_cdc_provider.engine.runs import lag as lag_module
 from airflow_cdc_provider.engine.runs.lag import Lag
 from airflow_cdc_provider.engine.runs.rate import Rate
-from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import Handout, tell_idle
+from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import InlineStaging, report_idle
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Position
-from airflow_cdc_provider.engine.spark.local_sockets import meeting_place
+from airflow_cdc_provider.engine.spark.local_sockets import socket_directory
 from tests.conftest import Databases
 from tests.support.databases import execute
 from tests.support.patience import SECONDS
@@ -33,13 +33,13 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock that all of the engine goes by."""
+    """Replace the clock of the whole engine."""
     return Clock(monkeypatch)
 
 
 def look(lag: Lag, end: int) -> None:
-    """Look at the slot of a server whose log ends at ``end``."""
-    lag.see(SlotState("pgoutput", "d", True, 1, 0, 0, "reserved", end))
+    """Read the slot of a server whose log ends at ``end``."""
+    lag.observe_slot(SlotState("pgoutput", "d", True, 1, 0, 0, "reserved", end))
 
 
 def behind(lag: Lag) -> tuple[int, float]:
@@ -48,7 +48,7 @@ def behind(lag: Lag) -> tuple[int, float]:
 
 
 def test_an_idle_stream_is_not_behind(clock: Clock) -> None:
-    """However long ago it has advanced: others write into the log all the time."""
+    """This holds however long ago it has advanced: others write into the log all the time."""
     lag = Lag(100, clock.now - 3600)
     for passed in (100, 250, 300):
         look(lag, passed + 50)
@@ -61,7 +61,7 @@ def test_an_idle_stream_is_not_behind(clock: Clock) -> None:
 
 
 def test_a_stream_is_behind_while_it_has_something_to_apply(clock: Clock) -> None:
-    """Since the first look that saw it, however often it advances on the way there."""
+    """Its lag counts from the first check that saw them, however often it advances on the way."""
     lag = Lag(100, clock.now - 30)
     look(lag, 500)
     assert behind(lag) == (400, 30.0)
@@ -77,7 +77,7 @@ def test_a_stream_is_behind_while_it_has_something_to_apply(clock: Clock) -> Non
 
 
 def test_a_reader_that_gets_nothing_is_behind_in_the_end(clock: Clock) -> None:
-    """It has nothing to apply, as the server is still at work on a large transaction."""
+    """It has nothing to apply, because the server is still decoding a large transaction."""
     lag = Lag(100, clock.now)
     look(lag, 500)
     lag.idle(100)
@@ -112,7 +112,7 @@ def test_a_rate_is_of_the_last_seconds(clock: Clock) -> None:
 
 
 def marker(dsn: str) -> int:
-    """Write a marker into the log of a server; where it ends."""
+    """Write a marker into the log of a server, and return its end."""
     with connected(dsn, settings={"synchronous_commit": "local"}) as source:
         return emit_marker(source, "test")
 
@@ -128,9 +128,9 @@ def test_the_reader_says_that_it_has_nothing_to_apply(databases: Databases) -> N
 
 def test_the_driver_hears_it(tmp_path: Path) -> None:
     heard: list[int] = []
-    with meeting_place() as directory:
-        with Handout().serving(directory, heard.append):
-            tell_idle(directory, 0x2_00000007)
+    with socket_directory() as directory:
+        with InlineStaging().serving(directory, heard.append):
+            report_idle(directory, 0x2_00000007)
         assert heard == [0x2_00000007]
-        tell_idle(directory, 8)  # to nobody
+        report_idle(directory, 8)  # without a listener
     assert heard == [0x2_00000007]

@@ -1,4 +1,4 @@
-"""What a job reports while it works: its progress in the state, chunk by chunk, and its metrics for Prometheus."""
+"""The reports of a job while it works: its progress in the state, chunk by chunk, and its metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.core.chunk_ranges import Place, places, ranges
+from airflow_cdc_provider.engine.core.chunk_ranges import ChunkIndex, places, ranges
 from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.lsn import parse_lsn
 from airflow_cdc_provider.engine.pipeline.settings import MetricsSettings
@@ -41,7 +41,7 @@ CHUNKS = 24
 
 
 class _LocalSpark:
-    """What a session is to the snapshot job: a task runs in the thread that asks for it."""
+    """A session from the view of the snapshot job: a task runs in the thread that requests it."""
 
     applicationId, uiWebUrl = "local-1", None
 
@@ -71,9 +71,9 @@ def pipeline(databases: Databases, tmp_path: Path) -> Iterator[PipelineUnderTest
 
 
 def test_a_snapshot_and_a_stream_report(pipeline: PipelineUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the state alone is told which chunks run; a scrape tells what the stream has applied, table by table."""
+    """The state alone shows which chunks are running; a scrape shows what the stream has applied, by table."""
     monkeypatch.setattr(session, "spark_session", lambda *_: nullcontext(_LocalSpark()))
-    monkeypatch.setattr(session, "outliving", lambda *_: nullcontext())
+    monkeypatch.setattr(session, "reporting_jvm_end", lambda *_: nullcontext())
     monkeypatch.setattr(run, "_BEAT_SECONDS", 0.01)
     pipeline.provision()
     state = State(pipeline.pipeline.state)
@@ -130,9 +130,9 @@ def test_a_snapshot_and_a_stream_report(pipeline: PipelineUnderTest, monkeypatch
 def test_chunks_that_wait_for_their_commit_are_shown_as_running(
     pipeline: PipelineUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All are read while a slow sink commits the first."""
+    """All of them are read while a slow sink commits the first."""
     monkeypatch.setattr(session, "spark_session", lambda *_: nullcontext(_LocalSpark()))
-    monkeypatch.setattr(session, "outliving", lambda *_: nullcontext())
+    monkeypatch.setattr(session, "reporting_jvm_end", lambda *_: nullcontext())
     pipeline.provision()
     all_shown, commit = Event(), PostgresSink.commit_chunks
 
@@ -175,22 +175,22 @@ def test_an_address_in_use_ends_no_job_and_a_missing_package_is_told(
 
 
 def test_the_metrics_are_those_of_the_documentation() -> None:
-    """With a report that has everything: of a stream and of a snapshot at once."""
+    """The report has everything: a stream and a snapshot at once."""
     gauges = dict.fromkeys(metrics._GAUGES, 1)
     report = gauges | {"restarts": 0, "slot": {"retained_bytes": 1}, "tables": {"t": 1}, "finished": 1, "rows": 1}
-    collected = metrics._Progress("shop", "stream", 1, lambda: report).collect()
+    collected = metrics._ProgressCollector("shop", "stream", 1, lambda: report).collect()
     served = {sample.name for family in collected for sample in family.samples}
     table = (
         (Path(__file__).parents[2] / "docs" / "production.md")
         .read_text(encoding="utf-8")
-        .partition("| metric | type |")[2]
+        .partition("| metric | meaning |")[2]
         .partition("\n\n")[0]
     )
     assert served == set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
 
 
 def test_chunks_that_follow_each_other_are_told_by_their_ends() -> None:
-    def beat(pid: int, **progress: Iterable[Place]) -> Heartbeat:
+    def beat(pid: int, **progress: Iterable[ChunkIndex]) -> Heartbeat:
         told = {name: ranges(places) for name, places in progress.items()}
         return Heartbeat(replace(Owner.this(), pid=pid), "snapshot-0", 1, 0.0, False, told)
 

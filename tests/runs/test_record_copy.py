@@ -1,6 +1,6 @@
-"""A commit record that is lost, wholly or in part, and made anew: what the state vouches for, and what it does not.
+"""A commit record that is lost, wholly or in part, and recreated: what the state proves, and what it does not.
 
-That the record's loss is refused, and healed as the messages say, is in ``tests/protocol/repairs``.
+Tests in ``tests/protocol/repairs`` cover that a lost record is refused, and repaired as the messages say.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from airflow_cdc_provider.engine.core.errors import CdcError, Fenced, ForeignTab
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS
 from airflow_cdc_provider.engine.runs.commit_records import existing_record, sink_of
-from airflow_cdc_provider.engine.runs.record_copy import read_ledger
+from airflow_cdc_provider.engine.runs.record_copy import read_record_copy
 from airflow_cdc_provider.engine.runs.run import run_part
 from airflow_cdc_provider.engine.runs.single_writer import require_epoch
 from airflow_cdc_provider.engine.sources.postgres.provision import provision_lock, provisioning
@@ -35,7 +35,7 @@ FORGET = "DELETE FROM airflow_cdc.pipelines"
 
 @pytest.fixture
 def pipeline(databases: Databases, tmp_path: Path) -> PipelineUnderTest:
-    """A pipeline of ``public.t`` whose snapshot is done."""
+    """Return a pipeline of ``public.t`` whose snapshot is done."""
     under_test = PipelineUnderTest(tmp_path, databases, ["public.t"])
     under_test.source(TABLE, ROWS)
     under_test.provision()
@@ -45,7 +45,7 @@ def pipeline(databases: Databases, tmp_path: Path) -> PipelineUnderTest:
 
 
 def test_what_is_left_of_a_record_does_not_count(pipeline: PipelineUnderTest) -> None:
-    """Its chunks were read for another slot: counted as finished, they would hide what was written in between."""
+    """Its chunks were read for another slot: counted as finished, they would hide changes made in between."""
     pipeline.target(FORGET)
     pipeline.source(*LOST)
     provisioning.start_over(pipeline.pipeline, takeover=False)
@@ -55,7 +55,7 @@ def test_what_is_left_of_a_record_does_not_count(pipeline: PipelineUnderTest) ->
 
 
 def test_what_is_left_of_a_record_vouches_for_no_rows(pipeline: PipelineUnderTest) -> None:
-    """Without the state as well, targets with rows are not taken for ours; emptied, they are filled anew."""
+    """If the state is lost too, targets with rows are not accepted as the pipeline's; emptied, they are refilled."""
     pipeline.target(FORGET)
     pipeline.source(*LOST, f"SELECT pg_drop_replication_slot('{pipeline.pipeline.source.slot}')")
     (pipeline.state / "ledger.json").unlink()
@@ -68,7 +68,7 @@ def test_what_is_left_of_a_record_vouches_for_no_rows(pipeline: PipelineUnderTes
 
 
 def test_a_sink_is_known_by_what_it_is(pipeline: PipelineUnderTest, target_server: PostgresServer) -> None:
-    """Not by its address: another database can be put in its place, and the same one be reached by another way."""
+    """Its address does not matter: another database can replace it, and the same one can have another address."""
     before = pipeline.target_rows("SELECT * FROM public.t ORDER BY 1")
     execute(
         target_server.dsn(),
@@ -78,18 +78,18 @@ def test_a_sink_is_known_by_what_it_is(pipeline: PipelineUnderTest, target_serve
     )
     pipeline.target(FORGET)
     pipeline.source(*LOST)
-    with pytest.raises(GateClosed, match=r"no commit record .* does not tell"):
+    with pytest.raises(GateClosed, match=r"no commit record .* has no copy"):
         provisioning.start_over(pipeline.pipeline, takeover=False)
     assert pipeline.target_rows("SELECT * FROM public.t ORDER BY 1") == before
     try:
         pipeline.change(sink={"dsn": target_server.dsn(f"{pipeline.name}_moved")})
-        assert read_ledger(pipeline.pipeline, State(pipeline.pipeline.state)) is not None
+        assert read_record_copy(pipeline.pipeline, State(pipeline.pipeline.state)) is not None
     finally:
         drop_database(target_server, f"{pipeline.name}_moved")
 
 
 def test_a_target_that_is_another_pipelines_by_now(pipeline: PipelineUnderTest) -> None:
-    """The state remembers what the pipeline has made, not what has become of that."""
+    """The state records what the pipeline has created, not what has happened to it since."""
     to_other = (f"UPDATE airflow_cdc.{name} SET pipeline = 'other'" for name in ("pipelines", "tables", "chunks"))
     pipeline.target(*to_other)
     with pytest.raises(ForeignTable, match=r"public\.t belongs to pipeline 'other'") as refused:
@@ -99,7 +99,7 @@ def test_a_target_that_is_another_pipelines_by_now(pipeline: PipelineUnderTest) 
 
 
 def snapshot(pipeline: Pipeline, *, epoch: int | None = None, takeover: bool = False, **_: Any) -> dict[str, Any]:
-    """The command without Spark."""
+    """Run the command without Spark."""
     with run_part(pipeline, "snapshot-0", epoch, takeover):
         copied = [copy_chunk_of(pipeline, chunk, epoch) for chunk in existing_record(pipeline).unfinished]
     for result in copied:
@@ -109,7 +109,7 @@ def snapshot(pipeline: Pipeline, *, epoch: int | None = None, takeover: bool = F
 
 
 def test_a_job_that_lives_is_overtaken_for_good(pipeline: PipelineUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The record is made anew and filled under one epoch, which the job does not have, and nobody else gets."""
+    """The record is recreated and filled under one epoch, which neither the job nor any other run has."""
     monkeypatch.setattr(repair, "snapshot", snapshot)
     before, state = pipeline.record, State(pipeline.pipeline.state)
     elsewhere = dataclasses.replace(Owner.this(), host="elsewhere/1")
@@ -130,7 +130,7 @@ def test_a_job_that_lives_is_overtaken_for_good(pipeline: PipelineUnderTest, mon
 def test_two_that_start_over_at_once(
     pipeline: PipelineUnderTest, monkeypatch: pytest.MonkeyPatch, record: str, takeover: bool
 ) -> None:
-    """The second begins when the first is about to remove the slot, which by then would be the second one."""
+    """The second starts when the first is about to remove the slot, which would by then be the second one's."""
     monkeypatch.setattr(provision_lock, "_WAIT_SECONDS", 0.2)
     if record == "lost":
         pipeline.target(FORGET)
@@ -162,7 +162,7 @@ def test_two_that_start_over_at_once(
 
 
 def test_a_run_is_told_what_its_epoch_met(pipeline: PipelineUnderTest) -> None:
-    """A later epoch is another run's; an earlier one is that of a record from before this run."""
+    """A later epoch is another run's; an earlier one is that of a record older than this run."""
     sink, record = sink_of(pipeline.pipeline), pipeline.record
     for ahead, words in ((1, "another run has taken over"), (-1, "restored from a backup")):
         pipeline.target(f"UPDATE airflow_cdc.pipelines SET epoch = {record.epoch + ahead}")

@@ -1,4 +1,4 @@
-"""When a job is begun again, when a slot has kept too much, what a heartbeat bears: decided from numbers alone."""
+"""When a job is restarted, when a slot has kept too much, what a heartbeat tolerates: decided from numbers alone."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_follows_a_failure(restart: Restart, failures: list[float], number:
     [("----", None), ("---c", 1), ("--c-", 2), ("-c--", 3), ("c---", None), ("cccc", 1), ("c" * 100 + "--", 3)],
 )
 def test_failures_count_since_the_last_commit(progressed: str, number: int | None) -> None:
-    """So a stream of months does not use up its attempts, and one that commits nothing gives up."""
+    """So a stream that runs for months does not use up its attempts, and one that commits nothing gives up."""
     failures = [Failure(i, mark == "c") for i, mark in enumerate(progressed)]
     assert FIXED.after(failures) == (None if number is None else Attempt(number, 3, 5.0))
 
@@ -119,7 +119,7 @@ def test_a_heartbeat_may_fail_while_others_still_take_the_job_for_alive(
     (tmp_path / "jobs").rename(tmp_path / "away")
     (tmp_path / "jobs").touch()
     with pytest.raises(StateUnwritable):
-        run.beat()  # the first one is not borne
+        run.beat()  # the first one is not tolerated
     run.try_beat()
     run.check()
     (tmp_path / "jobs").unlink()
@@ -128,7 +128,7 @@ def test_a_heartbeat_may_fail_while_others_still_take_the_job_for_alive(
     (tmp_path / "jobs").rename(tmp_path / "too")
     (tmp_path / "jobs").touch()
     monkeypatch.setattr(run_module, "STALE_SECONDS", 0.0)
-    run.keep_beating()  # ends by itself
+    run.keep_beating()  # ends automatically
     with pytest.raises(StateUnwritable, match="the heartbeat could not be written"):
         run.check()
 

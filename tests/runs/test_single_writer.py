@@ -1,7 +1,7 @@
-"""Two runs of one pipeline: who may go on, and what becomes of the one that was stopped and comes back.
+"""Two runs of one pipeline: which of them may continue, and what a halted run does when it wakes up.
 
-The other run is a process of its own, which a failpoint halts with SIGSTOP, at the places where it is dangerous: with a
-unit staged, in the sink's transaction, and with the unit committed but not acknowledged.
+The other run is a separate process. A failpoint halts it with SIGSTOP at the dangerous places: with a unit staged, in
+the sink's transaction, and with the unit committed but not acknowledged.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ except Exception as e:
 
 @pytest.fixture
 def pipeline(databases: Databases, tmp_path: Path) -> PipelineUnderTest:
-    """A changelog whose snapshot is done: what is applied twice stands there twice."""
+    """Return a changelog whose snapshot is done, in which repeated changes would be visible."""
     under_test = PipelineUnderTest(tmp_path, databases, ["public.t"], sink={"mode": "changelog"})
     under_test.source(TABLE, ROWS)
     under_test.provision()
@@ -70,8 +70,8 @@ def pipeline(databases: Databases, tmp_path: Path) -> PipelineUnderTest:
 
 @pytest.fixture
 def halted(pipeline: PipelineUnderTest, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
-    """A stream that has been halted at the failpoint that is the fixture's parameter."""
-    # No unit without rows, so that the first one, at which the stream is halted, is that of the change.
+    """Return a stream that is halted at the failpoint in the fixture's parameter."""
+    # Without empty units, the first unit, at which the stream is halted, is that of the change.
     pipeline.change(stream={"heartbeat": "10000 hours"})
     pipeline.source("UPDATE public.t SET body = 'changed' WHERE id <= 5")
     stream = subprocess.Popen(
@@ -94,7 +94,7 @@ def halted(pipeline: PipelineUnderTest, request: pytest.FixtureRequest) -> Itera
     ("halted", "committed", "end"),
     [
         ("before-batch-commit", False, "Fenced"),
-        ("in-batch-commit", False, "StreamFailed"),  # its session has been ended, since it held the epoch's row
+        ("in-batch-commit", False, "StreamFailed"),  # its session has been ended, because it held the epoch's row
         ("after-batch-commit", True, "StreamFailed"),
     ],
     indirect=["halted"],
@@ -106,7 +106,7 @@ def test_a_run_that_is_halted_and_comes_back(
     end: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It lives, so it is in the way until somebody takes over; then whatever it still does is refused by the sink."""
+    """It is alive, so it blocks others until one takes over; then the sink refuses everything that it still does."""
     monkeypatch.setattr(postgres_fence, "COMMIT_SECONDS", 1.0)
     with pytest.raises(SecondWriter, match=f"process {halted.pid}") as refused:
         pipeline.apply()
@@ -115,7 +115,7 @@ def test_a_run_that_is_halted_and_comes_back(
     assert pipeline.target_rows(changed) == [(5 if committed else 0,)]
 
     commands.provision(pipeline.pipeline, takeover=True)
-    # Overtaken once, it is in nobody's way any more, although it lives.
+    # Once overtaken, it blocks no other run, although it is alive.
     pipeline.apply()
     assert pipeline.target_rows(changed) == [(5,)]
     pipeline.source("UPDATE public.t SET body = 'later' WHERE id = 1")
@@ -135,7 +135,7 @@ def test_a_run_that_is_halted_and_comes_back(
 
 
 def test_two_first_runs_at_once(databases: Databases, tmp_path: Path) -> None:
-    """Neither has an epoch yet. Each would take the other's slot for what a broken attempt has left."""
+    """Neither has an epoch yet. Each would consider the other's slot the remains of a failed attempt."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"])
     pipeline.source(TABLE, ROWS)
     first = SparklessRun(pipeline.file, "after-barrier:pause")
@@ -150,7 +150,7 @@ def test_two_first_runs_at_once(databases: Databases, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("age", "refused"), [(1.0, True), (STALE_SECONDS + 1, False)])
 def test_a_heartbeat_of_another_host(pipeline: PipelineUnderTest, age: float, refused: bool) -> None:
-    """Its process cannot be asked, so its age decides; a stale one is overtaken without being told to."""
+    """Its process cannot be checked, so its age decides; a stale one is overtaken without a request."""
     state, epoch = State(pipeline.pipeline.state), pipeline.record.epoch
     elsewhere = dataclasses.replace(Owner.this(), host="elsewhere/1")
     write_heartbeat(state, Heartbeat(elsewhere, "stream", epoch, time.time() - age, False, {}))
@@ -167,7 +167,7 @@ def test_a_heartbeat_of_another_host(pipeline: PipelineUnderTest, age: float, re
 
 
 def test_a_heartbeat_of_the_future(pipeline: PipelineUnderTest) -> None:
-    """It is no news of a second writer, but of clocks that differ."""
+    """It shows clocks that differ, not a second writer."""
     state, epoch = State(pipeline.pipeline.state), pipeline.record.epoch
     elsewhere = dataclasses.replace(Owner.this(), host="elsewhere/1")
     write_heartbeat(state, Heartbeat(elsewhere, "stream", epoch, time.time() + 3600, False, {}))
@@ -180,21 +180,21 @@ def test_a_heartbeat_of_the_future(pipeline: PipelineUnderTest) -> None:
 
 
 def test_a_run_that_was_overtaken_hides_no_heartbeat(tmp_path: Path) -> None:
-    """Its last line comes when it notices, and is of a part that the later run has too."""
+    """It writes its last line when it notices, and that line concerns a part that the later run has too."""
     state, elsewhere = State(f"file://{tmp_path}"), dataclasses.replace(Owner.this(), host="elsewhere/1")
     later = Heartbeat(Owner.this(), "stream", 8, time.time(), False, {"applied_lsn": "0/8"})
     overtaken = Heartbeat(elsewhere, "stream", 7, time.time(), True, {})
     for beat in (overtaken, later, overtaken):
         write_heartbeat(state, beat)
     assert read_heartbeats(state) == [later]
-    # The epochs of another sink, by another clock, may be higher; so one that lives no more hides nobody either.
+    # The epochs of another sink, by another clock, may be higher; so a dead run does not hide others either.
     for beat in (dataclasses.replace(later, ended=True), overtaken):
         write_heartbeat(state, beat)
     assert read_heartbeats(state) == [overtaken]
 
 
 def test_what_a_run_that_has_taken_over_does_is_told_as_that(pipeline: PipelineUnderTest) -> None:
-    """The one before may see a publication that was made anew before it is fenced by a commit."""
+    """The earlier run may see a recreated publication before a commit fences it."""
 
     def overtaken(_: Record) -> None:
         commands.start_over(pipeline.pipeline, takeover=True)
@@ -205,7 +205,7 @@ def test_what_a_run_that_has_taken_over_does_is_told_as_that(pipeline: PipelineU
 
 
 def test_no_epoch_comes_twice(pipeline: PipelineUnderTest) -> None:
-    """A run from before the pipeline was dropped, or its sink restored, commits nothing after it was made anew."""
+    """A run from before the pipeline was dropped, or its sink restored, commits nothing after it was recreated."""
     sink, backup = sink_of(pipeline.pipeline), pipeline.record
     lost = sink.take_epoch("a run that the backup does not know")
     pipeline.target(f"UPDATE airflow_cdc.pipelines SET epoch = {backup.epoch}")

@@ -1,4 +1,4 @@
-"""A sink of one table for the tests of the contract, and what is asked of the store beneath."""
+"""A sink of one table for the tests of the contract, and the operations on the store beneath it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from airflow_cdc_provider.engine.core.lsn import LOG_END, parse_lsn
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
 from airflow_cdc_provider.engine.core.record import Mode, Record, Target, Watermark
 from airflow_cdc_provider.engine.core.table import Column, Leaf, Table
-from airflow_cdc_provider.engine.postgres.server_identity import Origin
+from airflow_cdc_provider.engine.postgres.server_identity import ServerIdentity
 from airflow_cdc_provider.engine.sinks.contract import Sink
 from airflow_cdc_provider.engine.sinks.staged import CopiedChunk, Staged, StagedPiece
+from tests.support.given_rows import GivenRows
 
 TABLE = Table(
     oid=7,
@@ -61,7 +62,7 @@ HALVES = (Chunk(LABEL, 0, None, ("5",)), Chunk(LABEL, 1, ("5",), None))
 IDENTITY = {"system": "1", "timeline": 1, "database": 5}
 
 
-ORIGIN = Origin.of(IDENTITY)
+ORIGIN = ServerIdentity.of(IDENTITY)
 
 
 WATERMARK = Watermark(Snapshot(10, 12, frozenset({11})), 150)
@@ -77,40 +78,40 @@ _numbers = itertools.count(1)
 
 
 class SinkUnderTest(ABC):
-    """A store with nothing in it, and what the contract has to do with it beside the interface.
+    """An empty store, and the operations of the contract that are not part of the interface of sinks.
 
-    :cvar moves_are_two: whether its changelogs have a row that gets another key as a delete and an insert.
+    :cvar moves_are_two: whether its changelogs record a row that changes its key as a deletion and an insertion.
     """
 
     moves_are_two = False
 
     @abstractmethod
     def sink(self, mode: Mode, pipeline: str = "p") -> Sink:
-        """The place of a pipeline in the store."""
+        """Return the sink of a pipeline in the store."""
 
     @abstractmethod
     def read(self, target: Target) -> Sequence[Mapping[str, Any]]:
-        """All that a target table holds, as its readers get it; a sink that has not made it yet holds nothing."""
+        """Return all rows of a target table as its readers get them; none if the sink has not created it yet."""
 
     @abstractmethod
     def names(self) -> set[str]:
-        """Names of all that is in the store: tables, schemas, files."""
+        """Return the names of everything in the store: tables, schemas, files."""
 
     @abstractmethod
     def staged(self) -> int:
-        """How much stands in the store that is staged."""
+        """Return the number of staged objects in the store."""
 
     @abstractmethod
     def damage(self, staged: Staged) -> None:
-        """Take the rows away that are staged under a name, as a crash of the store would."""
+        """Remove the rows that are staged under a name, as a crash of the store would."""
 
     @abstractmethod
     def occupy(self, target: Target) -> None:
-        """Make a target table that has rows of somebody else's."""
+        """Create a target table with rows of another owner."""
 
     @abstractmethod
     def remove(self, target: Target) -> None:
-        """Remove a target table, as somebody might."""
+        """Remove a target table, as a user might."""
 
 
 def text(*values: str | None) -> pa.Array:
@@ -118,18 +119,18 @@ def text(*values: str | None) -> pa.Array:
 
 
 def batch(*rows: Row) -> pa.RecordBatch:
-    """Rows as they are read from the source."""
+    """Return rows as they are read from the source."""
     columns = [text(*column) for column in zip(*rows, strict=True)]
     return pa.RecordBatch.from_arrays(columns, names=[f"f{n}" for n in range(len(columns))])
 
 
 def upsert(*row: str | None, label: str = LABEL, **more: str | None) -> Effect:
-    """A mirror's row."""
+    """Return a row of a mirror as an effect."""
     return Effect(label, False, pa.table({"erased": pa.array([False])} | _cells(row, more)))
 
 
 def change(op: str, *row: str | None, at: int = 160, label: str = LABEL, **more: str | None) -> Effect:
-    """An event of a changelog."""
+    """Return an event of a changelog as an effect."""
     numbers = {"commit_lsn": at, "seq": next(_numbers), "xid": 20, "commit_ts": 0}
     columns = {"op": pa.array([op])} | {name: pa.array([number]) for name, number in numbers.items()}
     return Effect(label, False, pa.table(columns | _cells(row, more)))
@@ -141,7 +142,7 @@ def _cells(row: Sequence[str | None], more: Mapping[str, str | None]) -> dict[st
 
 @dataclass(frozen=True)
 class Event:
-    """An event as the readers of a changelog get it."""
+    """An event as readers of a changelog see it."""
 
     op: str
     lsn: int
@@ -161,7 +162,7 @@ class Begun:
 
     @property
     def executor(self) -> Sink:
-        """The sink as it comes to another process."""
+        """Return the sink as another process receives it."""
         sent: Sink = pickle.loads(pickle.dumps(self.sink))
         return sent
 
@@ -175,22 +176,22 @@ class Begun:
         self,
         chunk: Chunk,
         *rows: Row,
-        origin: Origin = ORIGIN,
+        origin: ServerIdentity = ORIGIN,
         finish: Callable[[], Watermark] = lambda: WATERMARK,
         batches: Iterator[pa.RecordBatch] | None = None,
         target: Target = TARGET,
     ) -> CopiedChunk | None:
         batches = iter([batch(*rows)] if rows else []) if batches is None else batches
-        written = self.executor.write_chunk(self.epoch, target, chunk, origin, batches, finish)
+        written = self.executor.write_chunk(self.epoch, target, chunk, origin, GivenRows(batches, finish))
         return None if written is None else CopiedChunk(target, chunk, origin, written)
 
     def copy(self, chunk: Chunk, *rows: Row, **how: Any) -> int | None:
-        """Write a chunk and have it committed."""
+        """Write a chunk and commit it."""
         copied = self.write(chunk, *rows, **how)
         return None if copied is None else self.sink.commit_chunks(self.epoch, [copied])[0]
 
     def put(self, *row: str | None, at: int = 160, target: Target = TARGET) -> Effect:
-        """A row that the source has inserted."""
+        """Return a row that the source has inserted."""
         label = target.table.label
         return upsert(*row, label=label) if self.sink.mode == "mirror" else change("i", *row, at=at, label=label)
 
@@ -203,19 +204,19 @@ class Begun:
         return self.sink.commit(self.epoch, start, end, [self.piece(*effects)])
 
     def reread(self, keys: Sequence[str] | None, *rows: Row, before: Target | None = TARGET, high: int = 150) -> int:
-        """Read rows again: those with some keys, or all; each comes in a batch of its own."""
+        """Re-read rows, those with some keys or all; each comes in its own batch."""
         chosen = None if keys is None else frozenset((key,) for key in keys)
         batches = iter([batch(row) for row in rows])
         watermark = replace(WATERMARK, high=high)
-        return self.sink.replace(self.epoch, TARGET, chosen, batches, lambda: watermark, before)
+        return self.sink.replace(self.epoch, TARGET, chosen, GivenRows(batches, lambda: watermark), before)
 
     def events(self, target: Target = TARGET) -> list[Event]:
-        """A changelog, in its order."""
+        """Return the events of a changelog, in order."""
         found = [_event(target, row) for row in self.store.read(target)]
         return sorted(found, key=lambda event: (event.lsn, event.seq, str(event.row)))
 
     def rows(self, target: Target = TARGET) -> list[Row]:
-        """The rows of a mirror, or those that a changelog adds up to."""
+        """Return the rows of a mirror, or those that a changelog yields."""
         if self.sink.mode == "mirror":
             return sorted((_row(target, row) for row in self.store.read(target)), key=str)
         held: dict[str | None, Row] = {}
@@ -236,7 +237,7 @@ def _row(target: Target, values: Mapping[str, Any]) -> Row:
 
 
 def _event(target: Target, values: Mapping[str, Any]) -> Event:
-    """From what readers make of positions in the log, of JSON and arrays, and of values that are not there."""
+    """Return an event from the values that readers get for positions, JSON, arrays, and missing values."""
     lsn, before, unchanged = values["_commit_lsn"], values.get("_before"), values.get("_unchanged")
     return Event(
         values["_op"],
@@ -249,7 +250,7 @@ def _event(target: Target, values: Mapping[str, Any]) -> Event:
 
 
 def begin(store: SinkUnderTest, mode: Mode, chunks: Sequence[Chunk] = (WHOLE,), pipeline: str = "p") -> Begun:
-    """Begin a pipeline with one table."""
+    """Start a pipeline with one table."""
     sink = store.sink(mode, pipeline)
     sink.prepare([TARGET], chunks, IDENTITY, 100)
     return Begun(store, sink, sink.take_epoch("test"))

@@ -1,8 +1,8 @@
-"""What every sink promises by :mod:`airflow_cdc_provider.engine.sinks.contract`, as tests that a sink inherits.
+"""The guarantees of every sink by :mod:`airflow_cdc_provider.engine.sinks.contract`, as tests that a sink inherits.
 
-The module of a sink's tests has a fixture ``store``, which gives a :class:`SinkUnderTest`, and a class for each of
-:class:`ProtocolContract`, :class:`MirrorContract` and :class:`ChangelogContract`, as far as the sink has these modes. A
-store whose chunks are committed by the driver takes :class:`LakeContract` in, too.
+The test module of a sink has a fixture ``store``, which returns a :class:`SinkUnderTest`. For each mode that the sink
+has, it has a class that inherits :class:`ProtocolContract`, :class:`MirrorContract` or :class:`ChangelogContract`. If
+the driver commits its chunks, it also inherits :class:`LakeContract`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tests.sinks.begun_sink import (
 
 
 class ProtocolContract:
-    """What is committed and when, and under which epoch, and what is deposited; the same in both modes."""
+    """What is committed, when, and under which epoch, and what is deposited; the same in both modes."""
 
     mode: Mode = "mirror"
 
@@ -118,7 +118,7 @@ class ProtocolContract:
             lambda: sink.add(old, [OTHER], []),
             lambda: sink.restart(old, [TARGET], {}, 0),
             lambda: sink.restart(old, [TARGET], {}, 0, rehearsal=True),
-            lambda: sink.note_source(old, {"timeline": 2}),
+            lambda: sink.record_source(old, {"timeline": 2}),
             lambda: sink.forget(old, [LABEL]),
             lambda: sink.redefine(old, TARGET, TARGET),
             lambda: begun.copy(WHOLE, NEW),
@@ -143,7 +143,7 @@ class ProtocolContract:
         assert begun.rows() == []
 
     def test_a_chunk_whose_read_fails_or_that_comes_from_elsewhere_is_not_there(self, begun: Begun) -> None:
-        """One part of a run has gone on to a promoted standby, and noted it; another still reads from the primary."""
+        """One part of a run has moved to a promoted standby, and recorded it; another still reads from the primary."""
 
         def failing() -> Iterator[pa.RecordBatch]:
             yield batch(NEW)
@@ -153,7 +153,7 @@ class ProtocolContract:
             begun.copy(WHOLE, NEW, finish=refuse)
         with pytest.raises(GateClosed):
             begun.copy(WHOLE, batches=failing())
-        begun.sink.note_source(begun.epoch, {"timeline": 2})
+        begun.sink.record_source(begun.epoch, {"timeline": 2})
         with pytest.raises(StreamFailed, match=r"timeline 1.* gone on to .*timeline 2"):
             begun.copy(WHOLE, NEW)
         assert begun.rows() == []
@@ -195,7 +195,7 @@ class ProtocolContract:
         assert begun.rows() == [("1", "a", "1.00")]
 
     def test_a_unit_whose_staging_is_gone_or_stale_is_refused(self, begun: Begun) -> None:
-        """Rows that were read since it was staged hold changes that it would take back."""
+        """Rows that were read after the staging hold changes that the unit would undo."""
         damaged = begun.piece(begun.put("1", "a", "1.00"), begun.put("2", "b", "2.00"))
         begun.store.damage(damaged.tables[1])
         swept = begun.piece(begun.put("1", "a", "1.00"))
@@ -211,7 +211,7 @@ class ProtocolContract:
         assert begun.record.applied == 100
 
     def test_nobody_takes_the_epoch_unnoticed_while_something_is_done_beside(self, begun: Begun) -> None:
-        """A store without locks says so at the end."""
+        """A store without locks reports it at the end."""
         noticed = overtaken = False
         with ThreadPoolExecutor(1) as pool:
             try:
@@ -224,7 +224,7 @@ class ProtocolContract:
         assert taking.result() == begun.record.epoch > begun.epoch
 
     def test_values_of_the_source_are_noted(self, begun: Begun) -> None:
-        begun.sink.note_source(begun.epoch, {"timeline": 2, "publication": ["t"]})
+        begun.sink.record_source(begun.epoch, {"timeline": 2, "publication": ["t"]})
         assert begun.record.identity == IDENTITY | {"timeline": 2, "publication": ["t"]}
 
     def test_deposits_are_whole_or_lost(self, begun: Begun) -> None:

@@ -1,4 +1,4 @@
-"""What every sink promises of rows: mirrors and changelogs, and chunks that the driver commits."""
+"""The guarantees of every sink for rows: mirrors and changelogs, and chunks that the driver commits."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ from tests.sinks.begun_sink import (
     text,
     upsert,
 )
+from tests.support.given_rows import GivenRows
 
 
 class RowsContract:
-    """What chunks, units and re-reads make of a target, as far as it is the same in both modes."""
+    """The effect of chunks, units and re-reads on a target, if it is the same in both modes."""
 
     mode: Mode
 
@@ -86,7 +87,7 @@ class RowsContract:
         assert again.rows() == [NEW]
 
     def test_rows_are_read_again_beside_the_stream(self, begun: Begun) -> None:
-        """Those with some keys, until the stream has come to H; those of a whole table, in place of its chunks."""
+        """Those with some keys stay until the stream has reached H; those of a whole table replace its chunks."""
         begun.copy(WHOLE, ("1", "a", "1.00"), ("2", "b", "2.00"), ("3", "c", "3.00"))
         assert begun.reread(["1", "2", "4"], ("1", "new", None), ("7", "no member", None), high=260) == 1
         reread = frozenset({("1",), ("2",), ("4",)})
@@ -98,7 +99,7 @@ class RowsContract:
         assert [chunk.keys for chunk in begun.record.chunks] == [None]
         assert [row[0] for row in begun.rows()] == ["1", "3", "4", "6"]
         with pytest.raises(GateClosed):
-            begun.sink.replace(begun.epoch, TARGET, None, iter([batch(NEW)]), refuse, TARGET)
+            begun.sink.replace(begun.epoch, TARGET, None, GivenRows([batch(NEW)], refuse), TARGET)
         assert len(begun.rows()) == 4
         assert begun.reread(None, NEW, ("6", "f", "6.00"), high=360) == 2
         assert begun.rows() == [NEW, ("6", "f", "6.00")]
@@ -142,7 +143,7 @@ class RowsContract:
 
 
 class MirrorContract(RowsContract):
-    """Units as one row a key."""
+    """Units with one row per key."""
 
     mode: Mode = "mirror"
 
@@ -162,7 +163,7 @@ class MirrorContract(RowsContract):
         assert begun.rows() == []
 
     def test_values_that_were_not_sent_come_from_the_row_at_its_origin(self, begun: Begun) -> None:
-        """In the table, or in an earlier piece, whose own may have come from elsewhere; rows may swap their keys."""
+        """The previous row is in the table or in an earlier piece, which may itself have moved; rows may swap keys."""
         begun.copy(WHOLE, ("1", "long", "1.00"), ("2", "other", "2.00"), ("3", "three", "3.00"), ("4", "four", "4.00"))
         moved = {
             "erased": pa.array([True, False, False, False, False]),
@@ -191,7 +192,7 @@ class MirrorContract(RowsContract):
         ]
 
     def test_values_that_nobody_has_are_asked_for_and_nothing_is_applied(self, begun: Begun) -> None:
-        """Of a row that is nowhere, and of one whose origin is not there; before there may be a table, too."""
+        """One row exists nowhere, and the origin of the other one does not exist; the table may be empty before."""
         columns = {
             "erased": pa.array([False, False]),
             "c0": text("5", "6"),
@@ -210,16 +211,16 @@ class MirrorContract(RowsContract):
         assert begun.rows() == [("9", "there", "9.00")]
         assert begun.record.applied == 100
         begun.reread(["5", "6"], NEW)
-        # Staged anew, the unit no longer holds what the re-read has seen.
+        # Staged again, the unit no longer holds the changes that the re-read has seen.
         begun.unit(100, 200, upsert("1", "a", "1.00"))
         assert begun.rows() == [("1", "a", "1.00"), NEW, ("9", "there", "9.00")]
 
 
 class ChangelogContract(RowsContract):
-    """Units change by change."""
+    """Units with one event per change."""
 
     def test_two_keys_are_one_if_their_texts_are(self, begun: Begun) -> None:
-        """Whatever their type says: the stream brings the other one."""
+        """The type is irrelevant: the stream delivers the other key."""
         begun.copy(WHOLE, ("1", "a", "1.00"))
         assert begun.reread(["1"], ("1", "b", "1.00"), ("01", "c", "1.00")) == 1
         assert begun.rows() == [("1", "b", "1.00")]
@@ -255,20 +256,20 @@ class ChangelogContract(RowsContract):
         assert begun.sink.matching_keys(TARGET, "id = 1") == frozenset()
 
     def test_a_history_that_the_source_has_left_is_not_gone_on_with(self, begun: Begun) -> None:
-        """Its events would stand behind new ones."""
+        """Its events would come after new ones."""
         begun.unit(100, 200, begun.put(*NEW, at=160))
         record = begun.record
-        with pytest.raises(GateClosed, match="history"):
+        with pytest.raises(GateClosed, match="timeline"):
             begun.sink.restart(begun.epoch, [TARGET], IDENTITY, 150)
         assert begun.record == record
         begun.sink.drop()
-        with pytest.raises(GateClosed, match="history"):
+        with pytest.raises(GateClosed, match="timeline"):
             begun.sink.prepare([TARGET], [WHOLE], IDENTITY, 150, ours=[LABEL])
         assert begun.sink.record() is None
 
 
 class LakeContract:
-    """Chunks that a task writes and the driver commits later, for many at once."""
+    """Chunks that a task writes and that the driver commits later, many at once."""
 
     mode: Mode
 
@@ -289,13 +290,13 @@ class LakeContract:
     def test_what_has_been_written_is_of_no_use_when_the_pipeline_has_gone_on(
         self, begun: Begun, error: type[Exception]
     ) -> None:
-        """Under another epoch, or to another server."""
+        """It has continued under another epoch, or on another server."""
         copied = begun.write(WHOLE, NEW)
         assert copied is not None
         if error is Fenced:
             begun.sink.take_epoch("another")
         else:
-            begun.sink.note_source(begun.epoch, {"timeline": 2})
+            begun.sink.record_source(begun.epoch, {"timeline": 2})
         with pytest.raises(error):
             begun.sink.commit_chunks(begun.epoch, [copied])
         assert begun.record.unfinished == (WHOLE,)

@@ -1,7 +1,7 @@
-"""A sink that another package brings: the example of ``docs/sinks/custom.md``, installed as its users would.
+"""A sink of another package: the example of ``docs/sinks/custom.md``, installed like users do.
 
-It is put through what every sink is put through: copied and streamed beside writers, killed around its commits,
-overtaken while it stands still, damaged on purpose.
+It goes through the same tests as every sink: copied and streamed while writers are active, killed around its commits,
+overtaken while halted, damaged on purpose.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.conftest import Databases
 from tests.sinks.begun_sink import NEW, TARGET, WHOLE, Begun, SinkUnderTest, batch, begin
 from tests.sinks.contract import ProtocolContract
 from tests.sinks.contract_rows import MirrorContract
-from tests.support.audited import AUDITED, writing
+from tests.support.audited import AUDITED, LONG_PAUSE, writing
 from tests.support.databases import query_rows
 from tests.support.pipelines import PipelineUnderTest
 from tests.support.sparkless import DONE, FAILED, SparklessRun
@@ -54,7 +54,7 @@ KEYLESS = (
     "INSERT INTO public.plain VALUES (1, NULL), (1, NULL), (2, 'two')",
 )
 DAMAGE = 'UPDATE "public.t" SET body = \'damaged\' WHERE id = (SELECT min(id) FROM "public.t")'
-# Around what the sink commits: the plan, the epoch, a chunk, a unit.
+# Around the commits of the sink: the plan, the epoch, a chunk, a unit.
 PLACES = (
     "before-plan",
     "after-plan",
@@ -71,9 +71,9 @@ PLACES = (
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the example is installed by pip, without a network."""
+    """Install the example with pip, without a network, and return the folder."""
     folder = tmp_path_factory.mktemp("sqlite_sink")
-    shutil.copytree(EXAMPLE, folder / "source")  # what building leaves is not left in ours
+    shutil.copytree(EXAMPLE, folder / "source")  # keep the files of the build out of our folder
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "install", *options, "--target", folder / "site", folder / "source"]
     subprocess.run(command, check=True)
@@ -82,7 +82,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def example(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example on the path of this process, of runs without Spark, which take it over, and of commands."""
+    """Put the example on the path of this process, of runs without Spark, which inherit it, and of commands."""
     monkeypatch.syspath_prepend(installed)
     monkeypatch.setenv("PYTHONPATH", str(installed))
 
@@ -104,16 +104,16 @@ class SqliteUnderTest(PipelineUnderTest):
             connection.close()
 
     def texts(self, table: str, columns: str) -> list[tuple[object, ...]]:
-        """The rows of a target table."""
+        """Return the rows of a target table."""
         return sorted(self.execute(f'SELECT {columns} FROM "{table}"'), key=str)
 
     def source_texts(self, table: str, columns: str) -> list[tuple[object, ...]]:
-        """The rows of a source table, as Postgres writes them."""
+        """Return the rows of a source table, as Postgres writes them."""
         texts = ", ".join(f"{name}::text" for name in columns.split(", "))
         return sorted(query_rows(self.databases.source, f"SELECT {texts} FROM {table}"), key=str)
 
     def assert_mirrored(self, table: str, columns: str) -> None:
-        """The target holds the source's rows, text by text."""
+        """Check that the target holds the source's rows, text by text."""
         assert self.texts(table, columns) == self.source_texts(table, columns)
 
     @property
@@ -123,7 +123,7 @@ class SqliteUnderTest(PipelineUnderTest):
 
 @pytest.fixture
 def pipeline(example: None, databases: Databases, tmp_path: Path) -> Iterator[SqliteUnderTest]:
-    """A pipeline of ``public.t`` and a table without a key; in the end no run of it is left."""
+    """Yield a pipeline of ``public.t`` and a table without a key; in the end no run of it is left."""
     made = SqliteUnderTest(
         tmp_path,
         databases,
@@ -140,7 +140,7 @@ def pipeline(example: None, databases: Databases, tmp_path: Path) -> Iterator[Sq
 
 @pytest.fixture
 def small(pipeline: SqliteUnderTest) -> SqliteUnderTest:
-    """A small table, copied and streamed."""
+    """Return a small table, copied and streamed."""
     pipeline.source("CREATE TABLE public.t (id int PRIMARY KEY, body text, big text)", *KEYLESS)
     pipeline.source("INSERT INTO public.t SELECT n, 'row ' || n FROM generate_series(1, 20) n")
     pipeline.provision()
@@ -149,11 +149,11 @@ def small(pipeline: SqliteUnderTest) -> SqliteUnderTest:
     return pipeline
 
 
-# -- how it is found ---------------------------------------------------------------------------------
+# -- discovery ---------------------------------------------------------------------------------------
 
 
 def parsed(**sink: str) -> Pipeline:
-    """A pipeline file with such a section ``sink``."""
+    """Return the pipeline of a file with such a section ``sink``."""
     source = {"dsn": "postgresql://db/shop", "tables": ["public.t"]}
     return Pipeline.parse({"pipeline": "shop", "source": source, "sink": sink, "state": "file:///s"}, {})
 
@@ -190,7 +190,9 @@ def test_a_package_that_registers_its_settings_as_before_is_told_what_to_registe
     (information / "entry_points.txt").write_text("[airflow_cdc_provider.sinks]\nold = cdc_old:OldSettings\n")
     (tmp_path / "cdc_old.py").write_text("class OldSettings:\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"'old' is registered as cdc_old:OldSettings, which is no plugin") as refused:
+    with pytest.raises(
+        ConfigError, match=r"'old' is registered as cdc_old:OldSettings, which is not a plugin"
+    ) as refused:
         parsed(type="old")
     assert "registers a plugin" in refused.value.solution
 
@@ -208,12 +210,12 @@ def test_names_that_are_one_to_sqlite_are_refused(pipeline: SqliteUnderTest) -> 
     assert not pipeline.database.exists()
 
 
-# -- the whole way -----------------------------------------------------------------------------------
+# -- from end to end ---------------------------------------------------------------------------------
 
 
 def test_copied_and_streamed_beside_writers(pipeline: SqliteUnderTest) -> None:
     pipeline.source(AUDITED, *KEYLESS)
-    with writing(pipeline.databases.source) as writers:
+    with writing(pipeline.databases.source, LONG_PAUSE) as writers:
         first = SparklessRun(pipeline.file)
         assert (first.wait(), first.message) == (DONE, "")
         pipeline.source(
@@ -244,7 +246,7 @@ def test_copied_and_streamed_beside_writers(pipeline: SqliteUnderTest) -> None:
 
 def test_killed_again_and_again_around_its_commits(pipeline: SqliteUnderTest) -> None:
     pipeline.source(AUDITED, *KEYLESS)
-    with writing(pipeline.databases.source):
+    with writing(pipeline.databases.source, LONG_PAUSE):
         for place in PLACES:
             broken = SparklessRun(pipeline.file, f"{place}:kill")
             assert (broken.wait(), broken.message) == (-9, ""), place
@@ -258,7 +260,7 @@ def test_killed_again_and_again_around_its_commits(pipeline: SqliteUnderTest) ->
 
 def test_overtaken_while_it_stands_still(pipeline: SqliteUnderTest) -> None:
     pipeline.source(AUDITED, *KEYLESS)
-    with writing(pipeline.databases.source):
+    with writing(pipeline.databases.source, LONG_PAUSE):
         for place in ("after-chunk-staged", "before-batch-commit"):
             paused = SparklessRun(pipeline.file, f"{place}:pause")
             try:
@@ -277,7 +279,7 @@ def test_overtaken_while_it_stands_still(pipeline: SqliteUnderTest) -> None:
 def test_a_writer_that_stands_still_in_its_transaction_is_told_of(
     pipeline: SqliteUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SQLite cannot end it, so a takeover does not get by; nor does it harm."""
+    """SQLite cannot end it, so a takeover fails, but does no harm."""
     pipeline.source(AUDITED, *KEYLESS)
     paused = SparklessRun(pipeline.file, "in-batch-commit:pause")
     paused.await_pause()
@@ -319,7 +321,7 @@ def test_a_column_with_another_name_or_type_has_its_table_read_again(small: Sqli
 
 
 def test_everything_is_read_again(small: SqliteUnderTest) -> None:
-    with pytest.raises(ConfigError, match="whose values are all text"):
+    with pytest.raises(ConfigError, match="because all values there are text"):
         commands.resnapshot(small.pipeline, tables=["public.t"], where="id > 9")
     for damage in ('DELETE FROM "public.plain"', "DELETE FROM airflow_cdc_pipelines"):
         small.source("UPDATE public.t SET body = body || '+'", "ALTER TABLE public.t RENAME big TO larger")
@@ -337,7 +339,7 @@ def test_everything_is_read_again(small: SqliteUnderTest) -> None:
 
 
 class SqliteStore(SinkUnderTest):
-    """A database file that is not there yet."""
+    """A database file that does not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -380,22 +382,22 @@ def store(example: None, tmp_path: Path) -> SqliteStore:
 
 
 class TestProtocol(ProtocolContract):
-    """See :class:`ProtocolContract`."""
+    """The contract of the protocol on SQLite."""
 
 
 class TestMirror(MirrorContract):
-    """See :class:`MirrorContract`."""
+    """The contract of mirrors on SQLite."""
 
 
 class TestOfItsOwn:
-    """What no other sink promises."""
+    """Guarantees of this sink alone."""
 
     @pytest.fixture
     def begun(self, store: SqliteStore) -> Begun:
         return begin(store, "mirror")
 
     def test_a_chunk_is_refused_that_a_unit_has_passed(self, begun: Begun) -> None:
-        """Nothing is locked while it is read."""
+        """Nothing is locked while the chunk is read."""
 
         def batches() -> Iterator[pa.RecordBatch]:
             yield batch(NEW)
@@ -408,14 +410,14 @@ class TestOfItsOwn:
 
     def test_a_table_whose_name_differs_in_case_only_is_refused(self, begun: Begun) -> None:
         begun.store.occupy(dataclasses.replace(TARGET, schema="other"))
-        with pytest.raises(ForeignTable, match="not an empty one as the pipeline would make it"):
+        with pytest.raises(ForeignTable, match="has rows or a definition that is not this pipeline's"):
             begun.sink.add(begun.epoch, [dataclasses.replace(TARGET, schema="Other")], [])
 
 
 def test_what_somebody_else_has_done_to_a_target_is_told(small: SqliteUnderTest) -> None:
     small.execute("DELETE FROM \"public.plain\" WHERE a = '2'")
     small.source("DELETE FROM public.plain WHERE a = 2")
-    with pytest.raises(TargetConflict, match=r"lacks rows that public.plain has lost"):
+    with pytest.raises(TargetConflict, match=r"lacks rows that public.plain has deleted"):
         small.apply()
     commands.resnapshot(small.pipeline, tables=["public.plain"])
     small.execute('CREATE UNIQUE INDEX "mine" ON "public.t" (body)')
@@ -430,7 +432,7 @@ def test_what_somebody_else_has_done_to_a_target_is_told(small: SqliteUnderTest)
 def test_a_file_that_is_no_database_is_left_alone(pipeline: SqliteUnderTest) -> None:
     pipeline.source("CREATE TABLE public.t (id int PRIMARY KEY)", *KEYLESS)
     pipeline.database.write_bytes(b"somebody's notes")
-    with pytest.raises(ConnectionFailed, match="is no SQLite database"):
+    with pytest.raises(ConnectionFailed, match="is not an SQLite database"):
         pipeline.provision()
     with pytest.raises(ConnectionFailed, match="cannot be opened or written"):
         pipeline.sink.record()

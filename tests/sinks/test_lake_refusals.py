@@ -1,4 +1,4 @@
-"""Whatever a store of files refuses, with an error that nobody knows and at any step, is told with what helps."""
+"""Any error of a store of files, even an unknown one, at any step, is reported with a remedy."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from airflow_cdc_provider.engine.core.errors import CdcError
+from airflow_cdc_provider.engine.sinks.files import manifest
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
-from airflow_cdc_provider.engine.sinks.lake.storage import Place
-from tests.sinks.begun_sink import Begun, begin
+from airflow_cdc_provider.engine.sinks.lake import log, record
+from airflow_cdc_provider.engine.sinks.lake.storage import Storage
+from tests.sinks.begun_sink import begin
 from tests.support.files_store import FilesStore
 from tests.support.refusals import steps
 
@@ -23,12 +25,16 @@ CALLS: dict[type, tuple[str, ...]] = {
 }
 
 
+# What a process remembers of stores.
+MEMORIES: tuple[dict[Any, Any], ...] = (log._heads, record._decided, manifest._listed)
+
+
 class StoreError(Exception):
-    """An error of a store's library: of none of Python's classes."""
+    """An error of a store's library, which is not one of Python's classes."""
 
 
 class Trouble:
-    """Lets one call of the store fail, or all from one on, when it is told to."""
+    """Lets one call of the store fail on request, or all calls from one on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, once: bool) -> None:
         self._once = once
@@ -50,7 +56,7 @@ class Trouble:
         return failing
 
     def begin(self, after: int) -> None:
-        """Let calls fail but for the next ones."""
+        """Let calls fail after the next ones."""
         self._left, self.met = after, False
 
     def end(self) -> None:
@@ -58,12 +64,37 @@ class Trouble:
         self._left = None
 
 
+class Kept:
+    """A copy of the store and of what the process remembers of it, to be restored."""
+
+    def __init__(self) -> None:
+        self._files = {path: (file.getvalue(), file.modified) for path, file in MemoryFileSystem.store.items()}
+        self._folders = list(MemoryFileSystem.pseudo_dirs)
+        self._remembered = [dict(memory) for memory in MEMORIES]
+
+    def restore(self) -> None:
+        """Put everything back."""
+        system = MemoryFileSystem()
+        MemoryFileSystem.store.clear()
+        for path, (content, modified) in self._files.items():
+            file = MemoryFileSystem.store[path] = MemoryFile(system, path, content)
+            file.modified = modified
+        MemoryFileSystem.pseudo_dirs[:] = self._folders
+        for memory, before in zip(MEMORIES, self._remembered, strict=True):
+            memory.clear()
+            memory.update(before)
+
+
 @pytest.mark.parametrize("once", [True, False])
 def test_no_error_of_a_store_leaves_the_files_sink(monkeypatch: pytest.MonkeyPatch, once: bool) -> None:
+    sink = FilesSink(Storage(f"memory://{uuid.uuid4().hex}"), "p", "changelog", "parquet")
+    tried = steps(begin(FilesStore(sink), "changelog"))
+    begun, recorded = Kept(), sink.record()
     trouble = Trouble(monkeypatch, once)
-    for step in steps(_begun()):
+    for step, attempt in tried.items():
         for after in itertools.count():
-            attempt = steps(_begun())[step]
+            begun.restore()
+            assert sink.record() == recorded
             trouble.begin(after)
             try:
                 attempt()
@@ -72,13 +103,10 @@ def test_no_error_of_a_store_leaves_the_files_sink(monkeypatch: pytest.MonkeyPat
                 refused = e
             finally:
                 trouble.end()
-            # What was written although its call has failed is seen when it is read again.
+            # What was written although its call failed is seen on the next read.
             assert refused is not None or not trouble.met or (once and step == "prepare"), (step, after)
             assert refused is None or (trouble.met and refused.solution), (step, after)
             if not trouble.met:
                 assert after, step
                 break
-
-
-def _begun() -> Begun:
-    return begin(FilesStore(FilesSink(Place(f"memory://{uuid.uuid4().hex}"), "p", "changelog", "parquet")), "changelog")
+    sink.root.remove()

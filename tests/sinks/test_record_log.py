@@ -1,4 +1,4 @@
-"""The commit record of stores without transactions: who may append, what a crash leaves, what a sleeper can do."""
+"""The commit record of stores without transactions: who may append, the remains of crashes, and halted processes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,7 +18,7 @@ from airflow_cdc_provider.engine.core.errors import ConfigError, GateClosed
 from airflow_cdc_provider.engine.core.failpoint import VARIABLE
 from airflow_cdc_provider.engine.sinks.lake import log as log_module
 from airflow_cdc_provider.engine.sinks.lake.log import SPAN, Head, Log
-from airflow_cdc_provider.engine.sinks.lake.storage import Place
+from airflow_cdc_provider.engine.sinks.lake.storage import Storage
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change, Contents
 from tests.sinks.log_places import place, processes
 
@@ -31,18 +32,18 @@ def begun(log: Log) -> Head:
 
 
 def counted(log: Log, who: str) -> Change:
-    """A change that adds one to a count, as it is at the head."""
+    """Return a change that adds one to a count, based on the head."""
     head = log.head()
     assert head is not None
     return Change({"counts": {who: head.contents.get("counts", {}).get(who, 0) + 1}})
 
 
 def forget_heads() -> None:
-    """Be a process that has seen no log yet."""
+    """Act as a process that has not seen the log yet."""
     log_module._heads.clear()
 
 
-def test_of_all_who_have_read_the_same_head_one_appends(place: Place) -> None:
+def test_of_all_who_have_read_the_same_head_one_appends(place: Storage) -> None:
     log = Log(place)
     head = begun(log)
     appended = [log.append(head, Change({"a": {str(i): i}}), "an entry") for i in range(3)]
@@ -50,12 +51,12 @@ def test_of_all_who_have_read_the_same_head_one_appends(place: Place) -> None:
     assert log.head() == appended[0]
 
 
-def test_a_log_begins_once(place: Place) -> None:
+def test_a_log_begins_once(place: Storage) -> None:
     begun(Log(place))
     assert Log(place).begin(Change(), "begun again") is None
 
 
-def test_of_many_threads_that_begin_at_once_one_does(place: Place) -> None:
+def test_of_many_threads_that_begin_at_once_one_does(place: Storage) -> None:
     together = threading.Barrier(8)
     found: list[Head | None] = []
 
@@ -73,7 +74,7 @@ def test_of_many_threads_that_begin_at_once_one_does(place: Place) -> None:
     assert Log(place).head() == winner
 
 
-def test_the_log_is_the_same_read_from_its_beginning_and_from_where_it_carries_its_contents(place: Place) -> None:
+def test_the_log_is_the_same_read_from_its_beginning_and_from_where_it_carries_its_contents(place: Storage) -> None:
     log = Log(place)
     head: Head | None = begun(log)
     for i in range(3 * SPAN):
@@ -86,8 +87,9 @@ def test_the_log_is_the_same_read_from_its_beginning_and_from_where_it_carries_i
     assert [e.number for e in entries] == list(range(entries[0].number, entries[-1].number + 1))
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("hint", [None, b"", b"rubbish", b"7", b"00000000000000000000", "old"])
-def test_the_hint_is_no_more_than_that(place: Place, hint: bytes | str | None) -> None:
+def test_the_hint_is_no_more_than_that(place: Storage, hint: bytes | str | None) -> None:
     log = Log(place)
     head: Head | None = begun(log)
     first = head.number if head else 0
@@ -101,7 +103,7 @@ def test_the_hint_is_no_more_than_that(place: Place, hint: bytes | str | None) -
     assert Log(place).head() == head
 
 
-def test_a_sleeper_cannot_append_where_entries_have_been_removed(place: Place) -> None:
+def test_a_sleeper_cannot_append_where_entries_have_been_removed(place: Storage) -> None:
     log = Log(place)
     old = begun(log)
     head: Head | None = old
@@ -113,7 +115,7 @@ def test_a_sleeper_cannot_append_where_entries_have_been_removed(place: Place) -
     assert Log(place).head() == head
 
 
-def test_a_sleeper_cannot_append_to_a_log_that_is_gone_nor_to_the_next(place: Place) -> None:
+def test_a_sleeper_cannot_append_to_a_log_that_is_gone_nor_to_the_next(place: Storage) -> None:
     log = Log(place)
     old = begun(log)
     assert log.drop(old)
@@ -126,7 +128,7 @@ def test_a_sleeper_cannot_append_to_a_log_that_is_gone_nor_to_the_next(place: Pl
     assert anew.number > old.number
 
 
-def test_who_has_read_the_head_before_the_log_was_dropped_drops_no_other(place: Place) -> None:
+def test_who_has_read_the_head_before_the_log_was_dropped_drops_no_other(place: Storage) -> None:
     log = Log(place)
     old = begun(log)
     assert log.append(old, Change(), "an entry") is not None
@@ -134,7 +136,7 @@ def test_who_has_read_the_head_before_the_log_was_dropped_drops_no_other(place: 
     assert log.head() is not None
 
 
-def test_a_log_that_lacks_entries_is_not_taken_for_another(place: Place) -> None:
+def test_a_log_that_lacks_entries_is_not_taken_for_another(place: Storage) -> None:
     log = Log(place)
     head: Head | None = begun(log)
     for i in range(5):
@@ -145,7 +147,7 @@ def test_a_log_that_lacks_entries_is_not_taken_for_another(place: Place) -> None
     kept = place.read(names[0])
     assert kept is not None
     place.remove(names[0])
-    with pytest.raises(GateClosed, match="not whole"):
+    with pytest.raises(GateClosed, match="is incomplete"):
         log.head()
     place.replace(names[0], kept)
     place.replace(names[2], place.read(names[3]) or b"")
@@ -154,7 +156,7 @@ def test_a_log_that_lacks_entries_is_not_taken_for_another(place: Place) -> None
 
 
 def _hammer(url: str, who: str, times: int) -> None:
-    log = Log(Place(url))
+    log = Log(Storage(url))
     for _ in range(times):
         while True:
             head = log.head()
@@ -166,7 +168,7 @@ def _hammer(url: str, who: str, times: int) -> None:
 
 
 def test_processes_that_append_at_once_lose_nothing(tmp_path: Path) -> None:
-    place = Place(str(tmp_path))
+    place = Storage(str(tmp_path))
     begun(Log(place))
     hammers = [processes.Process(target=_hammer, args=(place.url, f"p{i}", 120)) for i in range(2)]
     for process in hammers:
@@ -179,7 +181,8 @@ def test_processes_that_append_at_once_lose_nothing(tmp_path: Path) -> None:
     assert head.contents["counts"] == {"p0": 120, "p1": 120, "all": 240}
 
 
-def test_threads_that_append_at_once_lose_nothing(place: Place) -> None:
+@pytest.mark.lengthy
+def test_threads_that_append_at_once_lose_nothing(place: Storage) -> None:
     begun(Log(place))
     threads = [threading.Thread(target=_hammer, args=(place.url, f"t{i}", 40)) for i in range(4)]
     for thread in threads:
@@ -193,7 +196,7 @@ def test_threads_that_append_at_once_lose_nothing(place: Place) -> None:
 
 def _append_with(url: str, armed: str) -> None:
     os.environ[VARIABLE] = armed
-    log = Log(Place(url))
+    log = Log(Storage(url))
     head = log.head()
     assert head is not None
     log.append(head, Change({"a": {"b": 1}}), "an entry")
@@ -203,7 +206,7 @@ def _append_with(url: str, armed: str) -> None:
     ("armed", "appended"), [("before-entry", 0), ("before-link", 0), ("after-link", 1), ("after-entry", 1)]
 )
 def test_an_entry_is_there_whole_or_not_at_all(tmp_path: Path, armed: str, appended: int) -> None:
-    place = Place(str(tmp_path))
+    place = Storage(str(tmp_path))
     begun(Log(place))
     process = processes.Process(target=_append_with, args=(place.url, f"{armed}:kill"))
     process.start()
@@ -251,10 +254,20 @@ def test_a_change_of_much_looks_at_what_goes_once() -> None:
     assert len(looks) == 1
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(CHANGES, min_size=SPAN, max_size=3 * SPAN), st.lists(st.booleans(), min_size=5))
+# A log shows all that it does within three spans, and to make up the changes of long spans takes minutes.
+SHORT = 5
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(CHANGES, min_size=SHORT, max_size=3 * SHORT), st.lists(st.booleans(), min_size=5))
 def test_the_contents_are_the_changes_of_all_entries(made: list[Change], fresh: list[bool]) -> None:
-    log = Log(Place(f"memory://{uuid.uuid4().hex}"))
+    with patch.object(log_module, "SPAN", SHORT):
+        _follow(made, fresh)
+
+
+def _follow(made: list[Change], fresh: list[bool]) -> None:
+    """Append changes to a log, which is read before each, by the process that wrote it or by one that is new."""
+    log = Log(Storage(f"memory://{uuid.uuid4().hex}"))
     head = begun(log)
     expected: Contents = {"head": {"epoch": 1}}
     for change, forgets in zip(made, itertools.cycle(fresh)):
@@ -274,6 +287,6 @@ def test_the_contents_are_the_changes_of_all_entries(made: list[Change], fresh: 
 
 def test_a_store_that_cannot_create_is_refused_by_its_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="zip"):
-        Place(f"zip://x::{tmp_path}/a.zip").require_create()
-    Place(str(tmp_path)).require_create()
-    assert not Place(str(tmp_path)).names()
+        Storage(f"zip://x::{tmp_path}/a.zip").require_create()
+    Storage(str(tmp_path)).require_create()
+    assert not Storage(str(tmp_path)).names()

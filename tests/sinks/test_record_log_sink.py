@@ -1,4 +1,4 @@
-"""A sink over a log of entries: what an overtaken run may still do, and steps that are decided before they are done."""
+"""A sink over a log of entries: the rights of an overtaken run, and steps that are decided before they are done."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from airflow_cdc_provider.engine.core.failpoint import VARIABLE
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.sinks.lake.log import Log
 from airflow_cdc_provider.engine.sinks.lake.record import Commit, LakeRecord
-from airflow_cdc_provider.engine.sinks.lake.storage import Place
+from airflow_cdc_provider.engine.sinks.lake.storage import Storage
 from airflow_cdc_provider.engine.sinks.record_log import record_contents
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change, Contents, Step
 from tests.sinks.begun_sink import IDENTITY, TARGET, WHOLE
@@ -25,7 +25,7 @@ __all__ = ["place"]
 
 @dataclass(frozen=True)
 class Numbers(LakeRecord):
-    """A sink whose commits change several files, each of which notes the step's number."""
+    """A sink whose commits change several files, each of which records the step's number."""
 
     def _check_target(self, target: Target, recorded: Target | None, ours: bool, start: int | None) -> None:
         pass
@@ -50,7 +50,7 @@ class Numbers(LakeRecord):
 
 
 @pytest.fixture
-def sink(place: Place) -> Numbers:
+def sink(place: Storage) -> Numbers:
     sink = Numbers(place, "shop", "changelog")
     sink.prepare([TARGET], [WHOLE], IDENTITY, 50)
     return sink
@@ -130,7 +130,7 @@ def test_a_step_is_carried_out_before_the_record_tells_of_it(sink: Numbers) -> N
 def test_a_step_that_was_decided_is_carried_out_once_by_whoever_comes_next(
     sink: Numbers, place_: str, next_: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("airflow_cdc_provider.engine.sinks.lake.record._PATIENCE", 1.0)  # nobody is at the step
+    monkeypatch.setattr("airflow_cdc_provider.engine.sinks.lake.record._PATIENCE", 1.0)  # no process is at the step
     epoch = sink.take_epoch("me")
     monkeypatch.setenv(VARIABLE, f"{place_}:error")
     with pytest.raises(Failpoint):
@@ -153,7 +153,7 @@ def test_a_step_that_was_decided_is_carried_out_once_by_whoever_comes_next(
 def test_a_part_goes_on_behind_a_step_that_was_decided_under_its_epoch(
     sink: Numbers, entering: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After an automatic restart in the same run, and as the next task of it: neither takes the epoch."""
+    """This covers an automatic restart in the same run, and the next task of it: neither takes the epoch."""
     epoch = sink.take_epoch("me")
     monkeypatch.setenv(VARIABLE, "before-step:error")
     with pytest.raises(Failpoint):
@@ -184,7 +184,9 @@ def test_sweeping_leaves_what_a_step_that_was_decided_still_needs(
     monkeypatch.delenv(VARIABLE)
     record = sink.record()
     assert record is not None
-    assert record.epoch > epoch, "it is taken before the step is carried out, so that nobody decides another meanwhile"
+    assert record.epoch > epoch, (
+        "it is taken before the step is carried out, so that no other run decides another meanwhile"
+    )
     sink.sweep(record.epoch)
     assert (sink._home / "staging").files() == [f"units/{epoch}/f"]
     epoch = sink.take_epoch("the one after")
@@ -212,13 +214,13 @@ def test_a_step_that_an_overtaken_run_carries_out_late_changes_nothing(sink: Num
 
 
 def _units(url: str, epoch: int, who: str) -> None:
-    sink = Numbers(Place(url), "shop", "changelog")
+    sink = Numbers(Storage(url), "shop", "changelog")
     for i in range(30):
         sink._append(epoch, who, lambda contents: Commit(work={"t1": f"{who}{i}"}, then=Change()))  # noqa: B023
 
 
 def test_processes_that_commit_at_once_help_each_other(tmp_path: Path) -> None:
-    sink = Numbers(Place(str(tmp_path)), "shop", "changelog")
+    sink = Numbers(Storage(str(tmp_path)), "shop", "changelog")
     sink.prepare([TARGET], [WHOLE], IDENTITY, 50)
     epoch = sink.take_epoch("me")
     workers = [processes.Process(target=_units, args=(str(tmp_path), epoch, who)) for who in "ab"]

@@ -1,6 +1,6 @@
-"""A source that another package brings: the example of ``docs/sources/custom.md``, installed as its users would.
+"""A source of another package: the example of ``docs/sources/custom.md``, installed like users do.
 
-Its pipelines go into Postgres, in this process; once as a command with Spark.
+Its pipelines write to Postgres, in this process; once as a command with Spark.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ ROWS = "SELECT id, body FROM main.events ORDER BY id"
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the example is installed by pip, without a network."""
+    """Install the example with pip, without a network, and return the folder."""
     folder = tmp_path_factory.mktemp("journal_source")
-    shutil.copytree(EXAMPLE, folder / "source")  # what building leaves is not left in ours
+    shutil.copytree(EXAMPLE, folder / "source")  # keep the files of the build out of our folder
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "install", *options, "--target", folder / "site", folder / "source"]
     subprocess.run(command, check=True)
@@ -68,7 +68,7 @@ class JournalUnderTest(PipelineUnderTest):
             self.execute(f"INSERT INTO events (body, size) VALUES ('{body}', {len(body)})")
 
     def follow(self, until: str = "caught-up", epoch: int | None = None) -> StreamProgress:
-        """Follow the journal in this process, as ``stream`` does once Spark has started."""
+        """Follow the journal in this process, like ``stream`` does once Spark has started."""
         source = source_of(self.pipeline)
         with run_part(self.pipeline, STREAM, epoch) as (run, record):
             follow, reached = source.follower(record, Ending.parse(until))
@@ -81,7 +81,7 @@ class JournalUnderTest(PipelineUnderTest):
 def pipeline(
     installed: Path, databases: Databases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> JournalUnderTest:
-    """A pipeline of a journal of three rows."""
+    """Return a pipeline of a journal of three rows."""
     monkeypatch.syspath_prepend(installed)
     monkeypatch.setenv("PYTHONPATH", str(installed))
     made = JournalUnderTest(tmp_path, databases, [])
@@ -114,11 +114,11 @@ def test_rows_come_once_and_in_units(pipeline: JournalUnderTest) -> None:
 def test_a_sink_that_has_a_unit_already_is_left_out(
     pipeline: JournalUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a crash between the commits of two sinks, with rows that have come since."""
+    """This happens after a crash between the commits of two sinks, with newer rows."""
     first = pipeline.document["sink"]
     pipeline.change(sink=[first, {**first, "dsn": pipeline.databases.pipeline_source, "schema": "second"}])
     pipeline.provision()
-    monkeypatch.setattr(failpoint, "_passed", Counter())  # others may have armed it in this process
+    monkeypatch.setattr(failpoint, "_passed", Counter())  # another test may have armed it in this process
     monkeypatch.setenv(VARIABLE, "before-batch-commit:error:2")
     with pytest.raises(Exception, match="before-batch-commit fired"):
         pipeline.follow()
@@ -157,7 +157,7 @@ def test_what_cannot_be_gone_on_with_is_refused(pipeline: JournalUnderTest) -> N
 
 
 def test_a_pipeline_over_tables_is_not_dropped_by_that_of_a_journal(pipeline: JournalUnderTest) -> None:
-    """Its slot would stay, and keep the log of its server."""
+    """Otherwise its slot would stay, and keep the log of its server."""
     sink = sink_of(pipeline.pipeline)
     sink.prepare([], [], {"source": "postgres", "mode": "mirror"}, LOG_START)
     with pytest.raises(ConfigError, match="has been provisioned with 'postgres'"):
@@ -180,7 +180,7 @@ def test_a_lost_record_of_a_pipeline_over_tables_is_told_by_its_copy(pipeline: J
 
 
 def test_a_file_of_before_is_noticed_at_every_start(pipeline: JournalUnderTest) -> None:
-    """Else its next rows would take the numbers of rows that the sink has, and never come."""
+    """Otherwise its next rows would take numbers of rows that the sink already has, and never arrive."""
     epoch = pipeline.provision().epoch
     pipeline.follow(epoch=epoch)
     pipeline.execute("DELETE FROM events WHERE id > 1")
@@ -202,7 +202,7 @@ def test_a_table_that_is_not_what_it_was_is_told(pipeline: JournalUnderTest, cha
 
 
 def test_a_stream_that_waits_is_alive_and_ends_when_it_is_asked_to(pipeline: JournalUnderTest) -> None:
-    """And finds out that another run has taken over."""
+    """It also notices that another run has taken over."""
     epoch = pipeline.provision().epoch
     source = source_of(pipeline.pipeline)
     for end in ("stopped", "overtaken"):
@@ -258,18 +258,19 @@ def test_commands_for_tables_of_postgres_are_refused(pipeline: JournalUnderTest)
     pipeline.provision()
     with pytest.raises(ConfigError, match=r"reads tables of Postgres, and pipeline .* reads rows of a journal"):
         commands.resnapshot(pipeline.pipeline, tables=["main.events"])
-    with pytest.raises(ConfigError, match="skip is for topics of Kafka"):
+    with pytest.raises(ConfigError, match="skip is for Kafka topics"):
         source_of(pipeline.pipeline).skip("t", 0, [(0, 0)], False)
     only = Pipeline.parse({**pipeline.document, "snapshot": {"mode": "only"}}, {})
     with pytest.raises(ConfigError, match="'only' is for tables of Postgres"):
         commands.run(only)
 
 
+@pytest.mark.spark
 def test_commands(pipeline: JournalUnderTest) -> None:
-    """With Spark, which a source need not use."""
+    """The commands run with Spark, which a source need not use, and find the source in their own processes."""
     ran = pipeline.json("run")
     assert ran["stream"]["tables"] == {"main.events": 3}
     status = pipeline.json("status")
     assert (status["last_row"], status["consistent"]) == (3, True)
-    pipeline.run("drop", "--yes")
+    commands.drop(pipeline.pipeline)
     assert pipeline.target_rows(ROWS) == [(1, "one"), (2, "two"), (3, "three")]

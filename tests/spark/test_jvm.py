@@ -1,4 +1,4 @@
-"""Spark's JVM of a process: what is said of one that does not start, and where its output goes."""
+"""Spark's JVM of a process: the report on one that does not start, and the place of its output."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Fake = Callable[[str], None]
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
-    """Makes a Spark whose JVM is a shell script, and lets this process use it."""
+    """Return a factory of Sparks whose JVM is a shell script, and let this process use it."""
 
     def make(script: str) -> None:
         home = tmp_path / "spark"
@@ -40,6 +40,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
         monkeypatch.setenv("SPARK_HOME", str(home))
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
         monkeypatch.setattr(SparkContext, "_gateway", None)
+        monkeypatch.setattr(jvm, "_output", jvm._output)  # which the start of the script replaces
 
     return make
 
@@ -50,13 +51,13 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
         (f"echo '{DIES}' >&2; exec sleep 1000", f"Spark's JVM could not start: {DIES}"),
         ("echo 'no java here' >&2; exit 0", "has ended with exit code 0 before it answered: no java here"),
         ("exit 127", "has ended with exit code 127 before it answered"),
-        ("echo 'still downloading'; exec sleep 1000", "said nothing for 1 seconds: still downloading"),
+        ("echo 'still downloading'; exec sleep 1000", "has written nothing for 1 seconds: still downloading"),
     ],
 )
 def test_a_jvm_that_does_not_answer(
     fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, said: str
 ) -> None:
-    """It may live on for ever after an exception, or end well without a word."""
+    """It may stay alive forever after an exception, or end normally without a word."""
     fake(script)
     monkeypatch.setattr(jvm, "SILENCE_SECONDS", 1.0 if "downloading" in script else SECONDS)
     with pytest.raises(SparkUnusable) as raised:
@@ -67,6 +68,7 @@ def test_a_jvm_that_does_not_answer(
     assert "PYSPARK_GATEWAY_PORT" not in os.environ
 
 
+@pytest.mark.lengthy
 def test_logs_are_private_and_few(fake: Fake, tmp_path: Path) -> None:
     fake("echo hello; exit 1")
     for n in range(jvm.LOGS + 3):
@@ -77,7 +79,7 @@ def test_logs_are_private_and_few(fake: Fake, tmp_path: Path) -> None:
     assert len(logs) == jvm.LOGS
     assert {stat.S_IMODE(path.stat().st_mode) for path in logs} == {0o600}
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert jvm.last_words() == "hello"
+    assert jvm.log_tail() == "hello"
 
 
 def test_without_a_place_for_logs_spark_starts_all_the_same(
@@ -96,7 +98,7 @@ def test_without_a_place_for_logs_spark_starts_all_the_same(
 def test_a_run_that_cannot_start_spark_ends_nobody(
     databases: Databases, tmp_path: Path, fake: Fake, command: list[str]
 ) -> None:
-    """Even if it would take over: the run that lives goes on, under its epoch."""
+    """Even with a takeover, the running run continues under its epoch."""
     fake(f"echo '{DIES}' >&2; exit 1")
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"])
     pipeline.source(TABLE, "INSERT INTO public.t SELECT n FROM generate_series(1, 20) n")

@@ -1,4 +1,4 @@
-"""Questions and answers between processes of one machine: in memory that both map, or through the socket."""
+"""Requests and answers between local processes: in shared memory, or through the socket."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from airflow_cdc_provider.engine.core.waiting import await_condition
-from airflow_cdc_provider.engine.spark.local_sockets import Answering, ask, meeting_place
+from airflow_cdc_provider.engine.spark.local_sockets import Answering, ask, socket_directory
 
 
 @pytest.fixture
 def place() -> Iterator[str]:
-    with meeting_place() as directory:
+    with socket_directory() as directory:
         assert Path(directory).stat().st_mode & 0o777 == 0o700
         yield directory
     assert not Path(directory).exists()
@@ -25,7 +25,7 @@ def place() -> Iterator[str]:
 
 @pytest.fixture(params=["mapped", "not known", "not allowed"])
 def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the system has memory without a name."""
+    """Provide anonymous memory or disable it, and return whether the system has it."""
 
     def refuse(_: str) -> int:
         raise PermissionError("not allowed")
@@ -38,7 +38,7 @@ def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
 
 
 def mapped() -> int:
-    """How many files of such memory this process has open; other threads may close theirs while it looks."""
+    """Return the number of open files of such memory in this process; other threads may close theirs meanwhile."""
     found = 0
     for link in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):
@@ -55,7 +55,7 @@ def test_answers_of_any_size_come_whole(place: str, memory: bool) -> None:
         for question in (b"", b"large", large):
             found = ask(place, "test", question)
             assert found == large + question
-    assert mapped() == memory  # the last answer stays with whoever has it
+    assert mapped() == memory  # its owner keeps the last answer
     assert found == large + large
     with pytest.raises(OSError, match="Errno"):
         ask(place, "test", b"after the end")
@@ -92,3 +92,13 @@ def test_who_hangs_up_leaves_the_others_their_answers(place: str, sent: bytes, m
         gone.set()
         assert ask(place, "test", b"hello") == b"hello" + b"!" * (1 << 20)
     assert mapped() == 0
+
+
+def test_a_reader_ends_after_a_driver_that_has_removed_the_directory() -> None:
+    with socket_directory() as directory:
+        answering = Answering(directory, "test", lambda question: [question])
+        assert ask(directory, "test", b"hello") == b"hello"
+    ending = threading.Thread(target=answering.close, daemon=True)
+    ending.start()
+    ending.join(30.0)
+    assert not ending.is_alive()

@@ -1,4 +1,4 @@
-"""A Spark of this machine alone listens on loopback, and meets its Python processes where nobody else can go."""
+"""A local Spark listens on loopback only, and communicates with its Python processes at a private place."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.spark.jvm import launch_command
 from airflow_cdc_provider.engine.spark.local_spark import local_address
 from airflow_cdc_provider.engine.spark.session import DEFAULTS, defaults_on, spark_session
+from tests.support.class_archive import JVM_CONF
 
 DOCUMENT: dict[str, Any] = {
     "pipeline": "shop",
@@ -26,7 +27,7 @@ DOCUMENT: dict[str, Any] = {
 
 
 def seen(conf: dict[str, str]) -> tuple[set[str], str, list[str]]:
-    """Where a Spark with its web UI listens, and the mode of its folder of sockets with the kinds of what is in it."""
+    """Return the addresses at which a Spark with its web UI listens, and mode and contents of its socket folder."""
     os.umask(0)
     pipeline = Pipeline.parse({**DOCUMENT, "spark": {"master": "local[1]", "conf": conf}})
     with spark_session(pipeline.spark_start, "stream") as spark:
@@ -50,7 +51,7 @@ def seen(conf: dict[str, str]) -> tuple[set[str], str, list[str]]:
 
 
 def in_another_process(conf: dict[str, str]) -> tuple[set[str], str, list[str]]:
-    """The JVM keeps the environment of its start."""
+    """Run in another process, because a JVM keeps the environment of its start."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(seen, conf).result()
 
@@ -58,7 +59,7 @@ def in_another_process(conf: dict[str, str]) -> tuple[set[str], str, list[str]]:
 @pytest.mark.spark
 def test_nobody_of_another_machine_or_another_user_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SPARK_LOCAL_IP", raising=False)
-    listening, mode, (folder,) = in_another_process({})
+    listening, mode, (folder,) = in_another_process(JVM_CONF)
     assert {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
     assert mode == "drwx------"
     assert not Path(folder).exists(), "it ends with the process"

@@ -1,35 +1,41 @@
-"""The Python of Spark's processes: this one, whose modules of PySpark are the installed ones."""
+"""The Python of Spark's processes is the current one, with the installed modules of PySpark."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pyspark
 import pytest
-from pyspark import SparkContext
+from pyspark import SparkConf, SparkContext
 
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob
 from airflow_cdc_provider.engine.spark import python_interpreter
 from airflow_cdc_provider.engine.spark.python_interpreter import SCRIPT, is_this_python, python_for_spark
 from airflow_cdc_provider.engine.spark.session import python_chosen, spark_session
 from tests.conftest import Databases
+from tests.support.class_archive import JVM_CONF
 from tests.support.pipelines import PipelineUnderTest
-from tests.support.spark_jvm import end_jvm
 
 ZIP = str(Path(pyspark.__file__).parent / "python" / "lib" / "pyspark.zip")
-FOUND = "import pyspark, sys; print(pyspark.__file__, sys.executable, *sys.argv[1:], sep='|')"
+# Where an import would find it; to import it takes a second.
+FOUND = (
+    "import sys; from importlib.util import find_spec;"
+    " print(find_spec('pyspark').origin, sys.executable, *sys.argv[1:], sep='|')"
+)
 
 
 def run(path: str | None, *arguments: str, python: str | None = None) -> list[str]:
-    """The PySpark that a process as Spark starts it finds, its Python, and what else it is told."""
+    """Return the PySpark that a process finds when Spark starts it, its Python, and its other settings."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | python_for_spark()
     environment |= {} if path is None else {"PYTHONPATH": path}
     command = [python or environment["PYSPARK_PYTHON"], "-c", FOUND, *arguments]
@@ -49,6 +55,7 @@ def test_a_zip_that_is_named_by_a_link_is_left_out(tmp_path: Path) -> None:
     assert run(str(link))[0] == pyspark.__file__
 
 
+@pytest.mark.lengthy
 def test_others_stay_on_the_path(tmp_path: Path) -> None:
     other = tmp_path / "it's another" / "pyspark.zip"
     (other / "pyspark").mkdir(parents=True)
@@ -76,7 +83,7 @@ def test_a_script_that_cannot_be_executed_is_done_without(tmp_path: Path, monkey
 
 def test_threads_that_choose_it_at_once_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(_: int) -> None:
-        for _ in range(200):
+        for _ in range(50):
             with python_chosen(here=True):
                 assert os.environ.items() >= chosen.items()
 
@@ -125,7 +132,7 @@ def test_tasks_have_it(databases: Databases, tmp_path: Path, monkeypatch: pytest
 def test_a_source_whose_process_comes_up_late(
     databases: Databases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Spark gives it ten seconds, and ends the query that it was for."""
+    """Spark waits for it for ten seconds, and ends the query that needs it."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"])
     pipeline.source("CREATE TABLE public.t (id int PRIMARY KEY)")
     pipeline.provision()
@@ -148,7 +155,7 @@ def test_a_source_whose_process_comes_up_late(
 
 @pytest.mark.parametrize(("end", "late"), [("Python worker failed to connect back.", True), ("Another error", False)])
 def test_a_query_that_fails_is_awaited_until_its_error_is_there(end: str, late: bool) -> None:
-    """Spark tells of the failure first, and says a moment later that the query is no longer active and why."""
+    """Spark reports the failure first, and says a moment later that the query is no longer active and why."""
     said = ["Initializing sources", "Terminated with exception: …", "Terminated with exception: …"]
 
     class Query:
@@ -170,12 +177,19 @@ def test_a_query_that_fails_is_awaited_until_its_error_is_there(end: str, late: 
     assert StreamJob._comes_late(job, query) == late
 
 
+def executable_of_tasks(pipeline: Path) -> list[str]:
+    """Return the Python of tasks of a session whose JVM was started by PySpark itself."""
+    SparkContext._ensure_initialized(conf=SparkConf().setAll(list(JVM_CONF.items())))
+    with spark_session(Pipeline.load(pipeline).spark_start, "stream") as spark:
+        return spark.sparkContext.parallelize([0], 1).map(lambda _: sys.executable).collect()
+
+
 @pytest.mark.spark
 def test_a_jvm_that_was_started_without_it_starts_this_python(
     databases: Databases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    end_jvm()
+    """Another process has that JVM: this one keeps its own."""
     monkeypatch.delenv("PYSPARK_PYTHON", raising=False)
-    SparkContext._ensure_initialized()
-    with spark_session(PipelineUnderTest(tmp_path, databases, ["public.t"]).pipeline.spark_start, "stream") as spark:
-        assert spark.sparkContext.parallelize([0], 1).map(lambda _: sys.executable).collect() == [sys.executable]
+    file = PipelineUnderTest(tmp_path, databases, ["public.t"]).file
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        assert pool.submit(executable_of_tasks, file).result() == [sys.executable]

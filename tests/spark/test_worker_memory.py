@@ -1,4 +1,4 @@
-"""What workers of Spark keep from one task to the next, and its driver of one batch in another."""
+"""What Spark's workers keep from one task to the next, and its driver from one batch to the next."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from airflow_cdc_provider.engine.core.errors import Fenced, ProtocolError
 from airflow_cdc_provider.engine.sinks.staged import StagedPiece
 from airflow_cdc_provider.engine.sources.postgres.stream import spark_source
 from airflow_cdc_provider.engine.sources.postgres.stream.spark_source import PiecePartition, SlotStreamReader
-from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import Stage
+from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import StagingTask
 from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob
 from airflow_cdc_provider.engine.spark import worker_memory
 from benchmarks.sinks import NoopSink
@@ -30,7 +30,7 @@ from tests.support.pipelines import PipelineUnderTest
 @pytest.fixture(autouse=True)
 def new_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(worker_memory, "_spared", False)
-    gc.unfreeze()  # what a test before has spared in this process
+    gc.unfreeze()  # objects that an earlier test has frozen in this process
     yield
     gc.unfreeze()
 
@@ -41,12 +41,12 @@ def read() -> None:
 
 def stage() -> None:
     nothing = cast(Any, None)
-    list(Stage(nothing, nothing, 1, (), {}, 0, "", Identity())(iter([])))
+    list(StagingTask(nothing, nothing, 1, (), {}, 0, "", Identity())(iter([])))
 
 
 @pytest.mark.parametrize("task", [read, stage])
 def test_what_a_worker_has_imported_is_no_garbage(task: Any) -> None:
-    """Spark collects garbage in full after each task; only the first has a worker look at its modules for that."""
+    """Spark runs a full garbage collection after each task; only the first one makes a worker examine its modules."""
     modules = gc.get_objects()
     task()
     spared = gc.get_freeze_count()
@@ -56,9 +56,11 @@ def test_what_a_worker_has_imported_is_no_garbage(task: Any) -> None:
 
 
 def test_a_piece_that_fails_leaves_its_traceback_to_be_collected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when the task has gone on with others, and those have gone well."""
+    """This also holds if the task has continued with other pieces, and those have succeeded."""
     sink = cast(Any, NoopSink())
-    monkeypatch.setattr(spark_source, "chosen", lambda handed: Stage(sink, sink, 1, (), {}, 0, "", Identity()))
+    monkeypatch.setattr(
+        spark_source, "agreed_stage", lambda offered: StagingTask(sink, sink, 1, (), {}, 0, "", Identity())
+    )
     row = {"start": "{}", "end": "{}", "deposit": None}
     rows = [row | {"index": i, "piece": piece} for i, piece in enumerate((b"", b"damaged", b""))]
     batches = list(SlotStreamReader(cast(Any, None)).read(PiecePartition(rows)))
@@ -83,7 +85,7 @@ def test_a_chunk_that_fails_leaves_its_traceback_to_be_collected(databases: Data
 def test_batches_that_are_done_leave_the_jvm(
     databases: Databases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The driver holds nothing by which the JVM would keep their messages, however long Python collects nothing."""
+    """The driver holds nothing by which the JVM would keep their messages, however long Python does not collect."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], stream={"max_batch_bytes": 1 << 16})
     pipeline.source("CREATE TABLE public.t (id int PRIMARY KEY, v text)")
     pipeline.provision()
@@ -92,14 +94,14 @@ def test_batches_that_are_done_leave_the_jvm(
         pipeline.source(f"INSERT INTO public.t VALUES ({n}, repeat('-', 1 << 16))")
     batches: list[weakref.ref[Any]] = []
     alive: list[int] = []
-    bring = StreamJob._batch
+    write_batch = StreamJob._write_batch
 
     def counted(self: StreamJob, pieces: DataFrame, batch: int) -> None:
         batches.append(weakref.ref(pieces._jdf))
-        bring(self, pieces, batch)
+        write_batch(self, pieces, batch)
         alive.append(sum(batch() is not None for batch in batches))
 
-    monkeypatch.setattr(StreamJob, "_batch", counted)
+    monkeypatch.setattr(StreamJob, "_write_batch", counted)
     gc.disable()
     try:
         commands.stream(pipeline.pipeline, until="caught-up")

@@ -1,4 +1,4 @@
-"""Owners of jobs that are gone or elsewhere, and what a job was lost by."""
+"""Owners of jobs that are gone or elsewhere, and reasons for which a job was lost."""
 
 from __future__ import annotations
 

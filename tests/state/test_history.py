@@ -1,4 +1,4 @@
-"""What jobs have reported over time: bounded, continued, and never in the way of the job."""
+"""The reports of jobs over time: bounded, continued, and never an obstacle to the job."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from airflow_cdc_provider.engine.state.history import (
     ERRORS,
     KEPT_SECONDS,
     SAMPLES,
-    Entry,
     History,
+    HistoryEntry,
     extended,
     read_history,
     thin,
@@ -28,7 +28,7 @@ NOW = 1.8e9
 RECENT_SECONDS = 20 * 60.0
 
 
-def sampled(*ages: float) -> list[Entry]:
+def sampled(*ages: float) -> list[HistoryEntry]:
     return [{"at": NOW - age, "rows_per_second": 1} for age in sorted(ages, reverse=True)]
 
 
@@ -41,7 +41,7 @@ def test_thinned_samples_are_bounded_and_cover_minutes_and_days(ages: list[list[
     assert at[-1] == NOW
     assert at == sorted(at)
     assert [sample["at"] for sample in thin([kept])] == at
-    # Whatever was left out has a neighbour that is as near as its age asks for.
+    # Every omitted report has a neighbor that is as near as its age requires.
     for sample in (sample for samples in series for sample in samples):
         age = NOW - sample["at"]
         if age <= KEPT_SECONDS:
@@ -50,7 +50,7 @@ def test_thinned_samples_are_bounded_and_cover_minutes_and_days(ages: list[list[
 
 def test_samples_that_are_thinned_again_and_again_have_no_holes() -> None:
     every = [{"at": NOW + 10.0 * i, "rows_per_second": 0} for i in range(8 * 8640)]
-    kept: list[Entry] = []
+    kept: list[HistoryEntry] = []
     for i in range(0, len(every), 240):
         kept = thin([[*kept, *every[i : i + 240]]])
     now = every[-1]["at"]
@@ -66,7 +66,7 @@ def test_parts_that_run_at_the_same_time_are_summed() -> None:
 
 
 def test_a_file_is_bounded_and_tells_a_repeated_error_once() -> None:
-    def error(at: int, message: str) -> Entry:
+    def error(at: int, message: str) -> HistoryEntry:
         return {"at": at, "part": "stream", "kind": "ConnectionFailed", "message": message, "solution": "Wait."}
 
     file = None

@@ -1,4 +1,4 @@
-"""The state location: whose it is, who may read it, and what a damaged file in it costs."""
+"""The state location: its owner, its readers, and the effects of a damaged file in it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ ERROR = ConnectionFailed("the server", "Start it.")
 
 
 def fill(state: State) -> list[str]:
-    """Write a file of each kind; returns their names."""
+    """Write a file of each kind, and return their names."""
     write_heartbeat(state, BEAT)
     submission.write(state, JOB)
     submission.ask_to_stop(state, JOB.id, submission.Asker.AIRFLOW)
@@ -85,7 +85,7 @@ def fill(state: State) -> list[str]:
 
 
 def read_everything(state: State) -> None:
-    """What ``stop``, ``status``, the page and a watcher of jobs read."""
+    """Read everything that ``stop``, ``status``, the page and a watcher of jobs read."""
     read_heartbeats(state)
     read_history(state)
     read_grid(state)
@@ -112,7 +112,7 @@ JSON = st.recursive(
 
 
 def paths(value: Any) -> Iterator[tuple[Any, ...]]:
-    """The places in a JSON value."""
+    """Yield the paths in a JSON value."""
     yield ()
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, each in inner:
@@ -120,7 +120,7 @@ def paths(value: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def put(value: Any, path: tuple[Any, ...], new: Any) -> Any:
-    """A JSON value with another one at a place."""
+    """Return a JSON value with another one at a path."""
     if not path:
         return new
     copy = value.copy()
@@ -131,7 +131,7 @@ def put(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_no_odd_file_keeps_others_from_being_read_or_a_job_from_being_stopped(place: Path, data: st.DataObject) -> None:
-    """Whatever JSON stands at any place of any file; ``stop`` reaches the job whose own files are sound."""
+    """Any JSON may be at any place of any file; ``stop`` reaches the job whose own files are valid."""
     root = place / uuid.uuid4().hex
     state = State(f"file://{root}")
     name = data.draw(st.sampled_from(fill(state)))
@@ -140,7 +140,7 @@ def test_no_odd_file_keeps_others_from_being_read_or_a_job_from_being_stopped(pl
     new = data.draw(JSON)
     assume(
         name != "pipeline.json" or not (isinstance(new, str) and PIPELINE_NAME.fullmatch(new))
-    )  # another pipeline's, rightly
+    )  # correct, but another pipeline's
     (root / name).write_text(json.dumps(put(found, path, new)))
 
     read_everything(state)
@@ -164,10 +164,10 @@ def test_a_truncated_file_is_named_and_left_out(
     assert request_stop(state) == []
     warned = "\n".join(caplog.messages)
     assert f"Delete that file: `rm -r '{tmp_path}/state/jobs/stream.json'`." in warned
-    with pytest.raises(StateDamaged, match=r"jobs/stream\.json does not hold") as damaged:
+    with pytest.raises(StateDamaged, match=r"jobs/stream\.json has contents that") as damaged:
         state.read("jobs/stream.json")
     assert "rm -r" in damaged.value.solution
-    # What is written anew is whole again.
+    # Rewritten files are complete again.
     write_heartbeat(state, BEAT)
     History(state, "stream", 1).write()
     record_error(state, "stream", ERROR)
@@ -193,12 +193,12 @@ def test_status_and_stop_with_a_state_in_which_all_is_odd(databases: Databases, 
     assert read_grid(State(pipeline.pipeline.state))
 
 
-# -- whose it is -----------------------------------------------------------------------------------
+# -- its owner -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["file", "memory", pytest.param("hdfs", marks=pytest.mark.slow)])
 def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> State:
-    """A location of each kind."""
+    """Return a location of each kind."""
     if request.param == "hdfs":
         cluster: HdfsCluster = request.getfixturevalue("hdfs")
         return State(f"{cluster.url}/{uuid.uuid4().hex}")
@@ -210,7 +210,7 @@ THEIRS = {"notes.txt", "jobs/notes.txt", "backup/jobs/stream.json", "engine/repo
 
 
 def every(state: State) -> set[str]:
-    """The files of a location, relative to it."""
+    """Return the files of a location, relative to it."""
     root = str(state._root)
     state._fs.invalidate_cache()
     return {str(path).removeprefix(root).lstrip("/") for path in state._fs.find(root)}
@@ -240,7 +240,7 @@ def test_a_location_that_holds_what_is_not_ours_is_refused(tmp_path: Path, name:
     (tmp_path / "lost+found").mkdir()
     require_own(state, "shop")
     state.put(name, b"{}")
-    with pytest.raises(ConfigError, match="holds what no pipeline writes"):
+    with pytest.raises(ConfigError, match="has files that no pipeline writes"):
         require_own(state, "shop")
 
 
@@ -258,7 +258,9 @@ def test_a_location_of_another_pipeline_is_refused_and_stays(databases: Database
     assert every(State(pipeline.pipeline.state)) == before
 
     above = replace(pipeline.pipeline, name="other", state=f"file://{tmp_path}")
-    assert "holds what no pipeline writes" in {finding.check: finding for finding in preflight(above)}["state"].message
+    assert (
+        "has files that no pipeline writes" in {finding.check: finding for finding in preflight(above)}["state"].message
+    )
 
 
 def test_drop_leaves_what_is_not_the_pipelines(databases: Databases, tmp_path: Path) -> None:
@@ -283,11 +285,11 @@ def test_a_run_that_is_refused_before_it_begins_leaves_the_location_as_it_was(tm
     assert not made or list((tmp_path / "state").iterdir()) == []
 
 
-# -- who may read it -------------------------------------------------------------------------------
+# -- its readers -----------------------------------------------------------------------------------
 
 
 def modes(root: Path) -> set[str]:
-    """The permissions of a folder's files and folders."""
+    """Return the permissions of a folder's files and folders."""
     return {stat.filemode(path.lstat().st_mode) for path in (root, *root.rglob("*"))}
 
 

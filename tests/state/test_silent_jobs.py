@@ -1,4 +1,4 @@
-"""Jobs that say nothing any more: how long that is borne, and what is not taken for silence."""
+"""Jobs that no longer report: how long that is tolerated, and what is not considered silence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer
 from airflow_cdc_provider.engine.state import job_watch
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.heartbeat import STALE_SECONDS, Owner, write_heartbeat
-from airflow_cdc_provider.engine.state.job_watch import PATIENCE_SECONDS, Lookout, patience
+from airflow_cdc_provider.engine.state.job_watch import PATIENCE_SECONDS, JobWatch, patience
 from airflow_cdc_provider.engine.state.submission import (
     Asker,
     Status,
@@ -58,7 +58,7 @@ def test_a_job_that_is_silent_is_lost_and_no_second_writer(state: State, monkeyp
     job = submitted(state, keeper=ELSEWHERE)
     now = time.monotonic()
     monkeypatch.setattr(job_watch.time, "monotonic", lambda: now)
-    watch = Lookout(state, job.id)
+    watch = JobWatch(state, job.id)
     write_heartbeat(state, beat(job, ELSEWHERE, time.time(), changes=1))
     assert watch.look().progress == {"changes": 1}
     now += STALE_SECONDS - 1
@@ -73,7 +73,9 @@ def test_a_job_that_is_silent_is_lost_and_no_second_writer(state: State, monkeyp
     lost = watch.look().submission
 
     assert lost.error is not None
-    assert lost.error["message"] == "the Spark job of stream is lost: no further heartbeat has come for 31 seconds"
+    assert (
+        lost.error["message"] == "the Spark job of stream is lost: there has been no further heartbeat for 31 seconds"
+    )
     assert lost.status(askers(state, job.id)) is Status.FAILED
     assert askers(state, job.id) == {Asker.WATCHER}
     refuse_second_writer(state, 7, None, takeover=False)
@@ -83,7 +85,7 @@ def test_what_cannot_be_heard_is_no_silence(state: State, monkeypatch: pytest.Mo
     job = submitted(state)
     now = time.monotonic()
     monkeypatch.setattr(job_watch.time, "monotonic", lambda: now)
-    watch = Lookout(state, job.id)
+    watch = JobWatch(state, job.id)
     watch.look()
     now += STALE_SECONDS - 1
     with monkeypatch.context() as broken:
@@ -106,7 +108,7 @@ def test_heartbeats_of_another_job_are_not_heard(state: State) -> None:
     job = submitted(state, keeper=DEAD)
     write_heartbeat(state, beat(None, HERE, time.time(), changes=1))
 
-    sight = Lookout(state, job.id).look()
+    seen = JobWatch(state, job.id).look()
 
-    assert sight.progress == {}
-    assert sight.submission.error is not None
+    assert seen.progress == {}
+    assert seen.submission.error is not None

@@ -1,4 +1,4 @@
-"""Submissions: what becomes of a job, by what stands in the state."""
+"""Submissions: the fate of a job, according to the state."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ from airflow_cdc_provider.engine.state.submission import (
     read,
     stop,
 )
-from airflow_cdc_provider.operators.spark import Handle, Step, next_step
-from airflow_cdc_provider.triggers.job import TIMEOUT, SparkJobTrigger, Watch
+from airflow_cdc_provider.operators.spark import FirstAction, Handle, first_action
+from airflow_cdc_provider.triggers.job import TIMEOUT, JobMonitor, SparkJobTrigger
 from tests.state.owners import DEAD, FENCED, LOST
 from tests.support.submissions import HERE, beat, failing, state, submitted
 
@@ -85,23 +85,23 @@ HANDLE = Handle("1", "do this", 2)
 @pytest.mark.parametrize(
     ("handle", "fingerprint", "max_tries", "status", "step"),
     [
-        (None, "do this", 2, None, Step.SUBMIT),
-        (HANDLE, "do this", 2, Status.RUNNING, Step.REATTACH),
-        (HANDLE, "do this", 2, Status.ENDING, Step.SUBMIT),
-        (HANDLE, "do this", 2, Status.DONE, Step.RETURN),
-        (HANDLE, "do this", 2, Status.FAILED, Step.SUBMIT),
-        (HANDLE, "do this", 2, Status.STOPPED, Step.SUBMIT),
-        (HANDLE, "do this", 2, None, Step.SUBMIT),
-        (HANDLE, "do this", 5, Status.RUNNING, Step.SUBMIT),
-        (HANDLE, "do this", 5, Status.DONE, Step.SUBMIT),
-        (HANDLE, "do that", 2, Status.RUNNING, Step.SUBMIT),
-        (HANDLE, "do that", 2, Status.DONE, Step.SUBMIT),
+        (None, "do this", 2, None, FirstAction.SUBMIT),
+        (HANDLE, "do this", 2, Status.RUNNING, FirstAction.REATTACH),
+        (HANDLE, "do this", 2, Status.ENDING, FirstAction.SUBMIT),
+        (HANDLE, "do this", 2, Status.DONE, FirstAction.RETURN),
+        (HANDLE, "do this", 2, Status.FAILED, FirstAction.SUBMIT),
+        (HANDLE, "do this", 2, Status.STOPPED, FirstAction.SUBMIT),
+        (HANDLE, "do this", 2, None, FirstAction.SUBMIT),
+        (HANDLE, "do this", 5, Status.RUNNING, FirstAction.SUBMIT),
+        (HANDLE, "do this", 5, Status.DONE, FirstAction.SUBMIT),
+        (HANDLE, "do that", 2, Status.RUNNING, FirstAction.SUBMIT),
+        (HANDLE, "do that", 2, Status.DONE, FirstAction.SUBMIT),
     ],
 )
 def test_what_a_try_begins_with(
-    handle: Handle | None, fingerprint: str, max_tries: int, status: Status | None, step: Step
+    handle: Handle | None, fingerprint: str, max_tries: int, status: Status | None, step: FirstAction
 ) -> None:
-    assert next_step(handle, fingerprint, max_tries, status) is step
+    assert first_action(handle, fingerprint, max_tries, status) is step
 
 
 def test_the_first_word_of_an_end_counts(state: State) -> None:
@@ -195,7 +195,7 @@ def test_a_stop_is_waited_for(state: State) -> None:
     assert stop(state, "unknown", 0.1)
 
 
-# Runs the heart of a job whose unit does not end.
+# Sends the heartbeats of a job whose unit does not end.
 _STUCK = """
 import sys
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
@@ -206,6 +206,7 @@ run.Run(pipeline, run.State(pipeline.state), "stream", 7).keep_beating()
 """
 
 
+@pytest.mark.lengthy
 def test_a_job_that_is_not_wanted_does_not_wait_for_its_unit(
     state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,7 +227,7 @@ def test_a_job_that_is_not_wanted_does_not_wait_for_its_unit(
     ended = read(state, job.id)
     assert ended is not None
     assert ended.error is not None
-    assert ended.error["message"].startswith("stream was broken off")
+    assert ended.error["message"].startswith("stream was ended")
     assert ended.error["retry"] == "retry"
 
 
@@ -290,7 +291,7 @@ def test_a_job_is_asked_to_end_when_its_time_is_up(
     job = submitted(state, keeper=HERE)
     now = time.monotonic()
     monkeypatch.setattr(job_watch.time, "monotonic", lambda: now)
-    watch = Watch(state, job.id, time.time() - 1, print)
+    watch = JobMonitor(state, job.id, time.time() - 1, print)
     if not reachable:
         monkeypatch.setattr(State, "read_as", failing(State.read_as, times=99))
 
@@ -305,7 +306,7 @@ def test_a_job_is_asked_to_end_when_its_time_is_up(
 
 def test_a_job_that_ends_when_its_time_is_up_is_waited_for(state: State) -> None:
     job = submitted(state, keeper=HERE)
-    watch = Watch(state, job.id, time.time() - 1, print)
+    watch = JobMonitor(state, job.id, time.time() - 1, print)
     assert watch.look() is None
     submission.end(state, job.id, result={"caught_up": False})
 
@@ -314,7 +315,7 @@ def test_a_job_that_ends_when_its_time_is_up_is_waited_for(state: State) -> None
     assert event is not None
     assert event["status"] == TIMEOUT
     done = submitted(state, ended_at=1.0, result={"caught_up": True})
-    event = Watch(state, done.id, time.time() - 1, print).look()
+    event = JobMonitor(state, done.id, time.time() - 1, print).look()
     assert event is not None
     assert event["status"] == Status.DONE
 
@@ -344,7 +345,7 @@ def test_a_trigger_that_another_triggerer_has_taken_over_leaves_the_job_alone(
 
     monkeypatch.setattr(RuntimeTaskInstance, "get_task_states", states)
 
-    asyncio.run(asyncio.wait_for(trigger.on_kill(), 5))  # the job's end is not waited for
+    asyncio.run(asyncio.wait_for(trigger.on_kill(), 5))  # without waiting for the job's end
 
     assert askers(state, job.id) == ({Asker.AIRFLOW} if asked else set())
 
@@ -353,7 +354,7 @@ def test_whatever_a_file_system_raises_says_that_the_state_is_out_of_reach(
     state: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class HttpError(Exception):
-        """As object stores have them."""
+        """An error of an object store."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise HttpError("503")

@@ -1,4 +1,4 @@
-"""Jobs of tasks: begun once, found again, asked to stop, and lost, by what stands in the state."""
+"""Jobs of tasks: started once, found again, asked to stop, and lost, according to the state."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from airflow_cdc_provider.engine.state.submission import (
     read,
 )
 from airflow_cdc_provider.operators import spark
-from airflow_cdc_provider.operators.spark import Step, next_step
+from airflow_cdc_provider.operators.spark import FirstAction, first_action
 from airflow_cdc_provider.operators.stream import CdcStreamOperator
-from airflow_cdc_provider.triggers.job import Watch
+from airflow_cdc_provider.triggers.job import JobMonitor
 from tests.state.owners import LOST
 from tests.support.submissions import HERE, state
 
@@ -37,7 +37,7 @@ __all__ = ["state"]
 
 @pytest.fixture
 def stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., CdcStreamOperator]:
-    """Makes operators whose jobs nobody keeps."""
+    """Return a factory of operators whose jobs have no keeper."""
     monkeypatch.setenv("AIRFLOW_CONN_SHOP_PG", "postgresql://cdc@db/shop")
     monkeypatch.setenv("AIRFLOW_CONN_WAREHOUSE_PG", "postgresql://cdc@dw/dw")
     monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", connection_json(conn_type="spark", host="local[1]"))
@@ -54,7 +54,7 @@ def context() -> Any:
 
 
 def begin(operator: CdcStreamOperator, context: Any, state: State) -> Submission:
-    """Run a try until it is deferred; the latest job then."""
+    """Run a try until it is deferred, and return the latest job."""
     with pytest.raises(TaskDeferred):
         operator.execute(context)
     latest = read(state, Path(state.names("submissions")[-1]).stem)
@@ -105,13 +105,13 @@ def test_a_kill_while_the_job_is_found_again_reaches_it(
     job = begin(stream(), context, state)
     again = stream()
 
-    def killed(*arguments: Any) -> Step:
+    def killed(*arguments: Any) -> FirstAction:
         again.on_kill()
-        return next_step(*arguments)
+        return first_action(*arguments)
 
-    monkeypatch.setattr(spark, "next_step", killed)
+    monkeypatch.setattr(spark, "first_action", killed)
     event = {"status": Status.STOPPED, "id": job.id, "log": None, "keeper": None, "application": None}
-    monkeypatch.setattr(Watch, "look", lambda _: event)
+    monkeypatch.setattr(JobMonitor, "look", lambda _: event)
 
     with pytest.raises(AirflowException, match="ended before its work was done"):
         again.execute(context)
@@ -119,6 +119,7 @@ def test_a_kill_while_the_job_is_found_again_reaches_it(
     assert askers(state, job.id) == {Asker.AIRFLOW}
 
 
+@pytest.mark.lengthy
 def test_a_job_that_could_not_be_begun_says_why(
     state: State, stream: Callable[..., CdcStreamOperator], context: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,4 +135,4 @@ def test_a_job_that_could_not_be_begun_says_why(
     ended = read(state, Path(name).stem)
     assert ended is not None
     assert ended.error is not None
-    assert ended.error["message"] == "the Spark job was not begun: no memory is left"
+    assert ended.error["message"] == "the Spark job could not be started: no memory is left"

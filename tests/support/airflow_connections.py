@@ -10,7 +10,7 @@ from tests.airflow.client import Client
 
 
 def connect(client: Client, ended: ExitStack, name: str, uri: str) -> None:
-    """Make a connection of Airflow, until the end."""
+    """Create a connection of Airflow, and remove it at the end."""
     made = Connection.from_uri(uri, name)
     fields = ("conn_type", "host", "port", "login", "password", "schema")
     client.call("POST", "/connections", json={"connection_id": name} | {each: getattr(made, each) for each in fields})

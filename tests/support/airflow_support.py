@@ -1,4 +1,4 @@
-"""An Airflow of the tests' own. Import this before anything of Airflow, which reads its home at import."""
+"""An Airflow that only the tests use. Import this before any module of Airflow, which reads its home at import."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 HOME_VARIABLE = "AIRFLOW_CDC_TEST_HOME"
 
-if HOME_VARIABLE not in os.environ:  # a process started by a test keeps what the test gave it
+if HOME_VARIABLE not in os.environ:  # a process started by a test keeps the values that the test set
     _home = tempfile.mkdtemp(prefix="cdc-airflow-")
     atexit.register(shutil.rmtree, _home, ignore_errors=True)
     os.environ |= {
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 @cache
 def migrate_database() -> None:
-    """Create Airflow's database, once."""
+    """Create Airflow's database once."""
     done = subprocess.run(
         [sys.executable, "-m", "airflow", "db", "migrate"], capture_output=True, text=True, check=False
     )
@@ -56,5 +56,5 @@ def write_pipeline(directory: Path, text: str = "", **replacements: str) -> Path
 
 
 def connection_json(**fields: Any) -> str:
-    """The value of an ``AIRFLOW_CONN_`` variable."""
+    """Return the value of an ``AIRFLOW_CONN_`` variable."""
     return json.dumps(fields)

@@ -1,4 +1,4 @@
-"""A table under change, and the audit trail that tells of every change: the ground truth of exactly once."""
+"""A table under change, and an audit trail of every change: the ground truth for exactly once."""
 
 from __future__ import annotations
 
@@ -37,14 +37,20 @@ STATEMENTS = (
 )
 
 
-class Writer(Stoppable):
-    """A session that changes ``public.t`` all the time, in transactions of one to four statements.
+LONG_PAUSE = 0.2
+"""Seconds, for tests of many runs: they take long on a busy machine, and all that is written meanwhile is read."""
 
-    :param lane: of the keys that it gives to new rows, so that two writers never want the same.
+
+class Writer(Stoppable):
+    """A session that keeps changing ``public.t``, in transactions of one to four statements.
+
+    :param lane: which of the new keys it uses, so that two writers never use the same one.
+    :param pause: maximum seconds between two transactions, and before a commit.
     """
 
-    def __init__(self, dsn: str, lane: int) -> None:
+    def __init__(self, dsn: str, lane: int, pause: float = 0.03) -> None:
         super().__init__(f"writer {lane}")
+        self._pause = pause
         self._dsn = dsn
         self._random = random.Random(lane)
         self._lane = lane
@@ -53,7 +59,7 @@ class Writer(Stoppable):
     def work(self) -> None:
         new = 10_000 + self._lane
         with psycopg.connect(self._dsn, autocommit=True) as connection:
-            while not self._halt.wait(self._random.uniform(0.0, 0.03)):
+            while not self._halt.wait(self._random.uniform(0.0, self._pause)):
                 with contextlib.suppress(psycopg.errors.UniqueViolation, psycopg.errors.DeadlockDetected):
                     with connection.transaction(force_rollback=self._random.random() < 0.05):
                         for _ in range(self._random.randint(1, 4)):
@@ -61,13 +67,17 @@ class Writer(Stoppable):
                             key, free = self._random.randint(1, 2200), self._random.randint(1, 2200)
                             values = {"new": new, "id": key, "free": free}
                             connection.execute(self._random.choice(STATEMENTS), values)
+                        self._halt.wait(self._random.uniform(0.0, self._pause))
                     self.transactions += 1
 
 
 @contextlib.contextmanager
-def writing(dsn: str) -> Iterator[list[Writer]]:
-    """Two writers at work, whose transactions overlap."""
-    writers = [Writer(dsn, lane) for lane in range(2)]
+def writing(dsn: str, pause: float = 0.03) -> Iterator[list[Writer]]:
+    """Run two writers whose transactions overlap.
+
+    :param pause: see :class:`Writer`.
+    """
+    writers = [Writer(dsn, lane, pause) for lane in range(2)]
     for writer in writers:
         writer.start()
     try:
@@ -78,12 +88,12 @@ def writing(dsn: str) -> Iterator[list[Writer]]:
 
 
 def assert_exactly_once(pipeline: PipelineUnderTest, table: str = "public.t", least: int = 100) -> None:
-    """Snapshot rows stand once a key, changes once each: those that the chunk of their key does not contain.
+    """Check that each snapshot row occurs once, and each change that the chunk of its key does not contain.
 
-    Which these are is told by the audit trail, and by Postgres's own function for the visibility in a snapshot.
+    The audit trail gives these changes, with Postgres's function for visibility in a snapshot.
 
     :param table: the changelog of ``public.t``.
-    :param least: changes that there must be, lest nothing be shown.
+    :param least: minimum number of changes, so that the check cannot pass without any.
     """
     repeated = f"SELECT _commit_lsn, _seq, _xid FROM {table} WHERE _op <> 'r' GROUP BY 1, 2, 3 HAVING count(*) > 1"
     assert pipeline.target_rows(repeated) == []
@@ -101,10 +111,10 @@ def assert_all_changes(
     least: int = 100,
     moves_are_two: bool = False,
 ) -> None:
-    """The changes that a changelog of ``public.t`` holds are those that none of its chunks contains.
+    """Check that a changelog of ``public.t`` has exactly the changes that none of its chunks contains.
 
-    :param found: transaction, kind and key of each.
-    :param moves_are_two: a row that gets another key is deleted and inserted.
+    :param found: transaction, kind and key of each change.
+    :param moves_are_two: whether a row that changes its key counts as a deletion and an insertion.
     """
     chunks = ", ".join(
         f"({c.chunk.lower[0] if c.chunk.lower else 'NULL'}::int, {c.chunk.upper[0] if c.chunk.upper else 'NULL'}::int,"

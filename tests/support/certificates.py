@@ -12,7 +12,7 @@ from cryptography.x509.oid import NameOID
 
 
 class Authority:
-    """A certificate authority of the test's own, whose certificates and keys stand in a directory."""
+    """A certificate authority of one test, whose certificates and keys are in a directory."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir()

@@ -1,4 +1,4 @@
-"""Changes as the decoder hands them out, made of events."""
+"""Changes in the form in which the decoder returns them, built from events."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from airflow_cdc_provider.engine.core.row_changes import Changes, Relation, RelationColumn
 
@@ -17,6 +19,10 @@ COLUMNS = ("note", "k1", "big", "k2", "huge")
 
 
 MASK = (1 << 32) - 1
+
+
+NEAR_WRAP = st.sampled_from([1000, (1 << 31) - 4, (1 << 32) - 4, (1 << 33) - 4, 3 * (1 << 31) - 4])
+"""Transaction ids around which others are drawn, so that some are close to the wraparound."""
 
 
 @dataclass(frozen=True)
@@ -54,3 +60,7 @@ def changes_of(events: Sequence[Event]) -> Changes:
         old=arrays(e.old or nothing for e in events) if any(e.old for e in events) else None,
         old_kind=np.array([ord(e.old_kind or "\0") for e in events], dtype=np.uint8),
     )
+
+
+def never(_: object) -> NDArray[np.int64]:
+    raise AssertionError("this must not be called")

@@ -1,4 +1,4 @@
-"""What a changelog adds up to, worked out change by change, without the engine's own comparison."""
+"""Computes the rows that a changelog yields, change by change, without the engine's own comparison."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def assert_same_values(
     *names: str,
     may_lack: Collection[str] = (),
 ) -> None:
-    """A target table, or what the changelog adds up to, holds the source's rows, value by value.
+    """Check that a target table, or the result of a changelog, holds the source's rows, value by value.
 
-    What is compared is the text that each server's own output function writes.
+    The comparison uses the text that each server's output functions produce.
 
-    :param key: columns by which changes name rows.
-    :param columns: all that are compared; those of the key among them.
-    :param names: of the schema and the table.
-    :param may_lack: columns whose large values a changelog may never have been sent.
+    :param key: columns by which changes identify rows.
+    :param columns: all columns to compare, including those of the key.
+    :param names: names of the schema and the table.
+    :param may_lack: columns whose large values a changelog may never have received.
     """
     table = sql.Identifier(*names)
     with connected(pipeline.databases.source) as source, connected(pipeline.databases.target) as target:
@@ -45,7 +45,7 @@ def assert_same_values(
 
 
 def fold(target: Connection, table: sql.Composable, key: Sequence[str], columns: Sequence[str]) -> list[Row]:
-    """The rows that a changelog adds up to; a value that was not sent is that of the row before, if there was one."""
+    """Return the rows that a changelog yields; a value that was not sent is taken from the previous row, if any."""
     found: dict[Row, Row] = {}
     query = _texts(table, columns, "_op, _before, _unchanged") + sql.SQL(" ORDER BY _commit_lsn, _seq")
     for op, before, unchanged, *texts in rows(target, query):
@@ -53,7 +53,7 @@ def fold(target: Connection, table: sql.Composable, key: Sequence[str], columns:
             found.clear()
             continue
         new: dict[str, str | None] = dict(zip(columns, texts, strict=True))
-        # The old key has the names of its time.
+        # The old key has the column names of its time.
         earlier = found.pop(tuple((before or new).get(name, new[name]) for name in key), None)
         if op == "d":
             continue
@@ -64,7 +64,7 @@ def fold(target: Connection, table: sql.Composable, key: Sequence[str], columns:
 
 
 def _texts(table: sql.Composable, columns: Sequence[str], before: str = "") -> sql.Composed:
-    # concat() calls the output function; a cast does not always.
+    # concat() calls the output function; a cast does not always do so.
     text = sql.SQL("CASE WHEN {0} IS DISTINCT FROM NULL THEN pg_catalog.concat({0}) END")
     cells: list[sql.Composable] = [sql.SQL(before)] if before else []
     cells += [text.format(sql.Identifier(name)) for name in columns]

@@ -1,4 +1,4 @@
-"""Tables that are damaged for a comparison to find."""
+"""Damaged tables, whose differences a comparison should find."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def compare(
     sink: Connection,
     targets: Sequence[Target],
     live: comparison.Live | None,
-    report: comparison.Report = lambda table, done, total: None,
+    report: comparison.ReportTableProgress = lambda table, done, total: None,
     sides: Callable[[Connection, Connection, Target], Sides] = mirror_sides,
 ) -> list[TableResult]:
-    """Compare with targets that are seen through a connection of the test's own."""
+    """Compare with targets that are read through a connection of the test."""
     return comparison.compare(
         source, targets, lambda source, target: nullcontext(sides(source, sink, target)), live, report
     )
@@ -58,7 +58,7 @@ def compare(
 
 @dataclass
 class Session:
-    """Connections to a test's databases; ``both`` runs a statement on either."""
+    """Connections to a test's databases; ``both`` executes a statement on each."""
 
     source: Connection
     target: Connection
@@ -78,7 +78,7 @@ class Session:
 
 
 def found(result: TableResult) -> set[tuple[str, ...]]:
-    """Each difference as its kind and the values of its key."""
+    """Return each difference as its kind and the values of its key."""
     return {(difference.kind, *difference.key.values()) for difference in result.differences}
 
 

@@ -1,4 +1,4 @@
-"""Statements on a test's databases."""
+"""Statements in a test's databases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import psycopg
 
 
 def execute(dsn: str, *statements: str) -> None:
-    """Execute statements, each a transaction."""
+    """Execute statements, each in its own transaction."""
     with psycopg.connect(dsn, autocommit=True) as connection:
         for statement in statements:
             connection.execute(statement.encode())
@@ -24,7 +24,7 @@ def query_rows(dsn: str, query: str) -> list[tuple[Any, ...]]:
 
 @contextmanager
 def transaction(dsn: str, *statements: str) -> Iterator[psycopg.Connection[Any]]:
-    """A session with an open transaction, which the test ends; rolled back if it does not."""
+    """Yield a session with an open transaction, which is rolled back unless the test ends it."""
     connection = psycopg.connect(dsn)
     try:
         for statement in statements:

@@ -1,4 +1,4 @@
-"""What has come to the dead letters."""
+"""Reads the dead letters of a pipeline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support.topics import TopicsPipeline
 
 
 def dead_letters(pipeline: TopicsPipeline, topic: str) -> dict[tuple[str, int], str]:
-    """What is said of each message that was set aside, by partition and offset; none is there twice."""
+    """Return the reason for each message that was set aside, by partition and offset; none occurs twice."""
     count = len(committed(pipeline.broker.brokers, topic))
     consumer = Consumer(properties(pipeline.broker.brokers, group_id="tests", enable_partition_eof=False))
     consumer.assign([TopicPartition(topic, 0, 0)])

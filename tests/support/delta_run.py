@@ -1,4 +1,4 @@
-"""A run into Delta tables, in a process with a Spark of its own that can be killed: ``FILE [TABLE …]``."""
+"""A run into Delta tables, in a process with its own Spark that can be killed: ``FILE [TABLE …]``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.engine_parts import apply_stream, copy_chunk_of
 
 
 def main(file: Path, reread: Sequence[str]) -> None:
-    """Provision, copy what is not copied, read some tables again, and follow the stream for ever."""
+    """Provision, copy what has not been copied, re-read some tables, and follow the stream forever."""
     pipeline = Pipeline.load(file)
     with delta_session(1):
         commands.provision(pipeline, takeover=True)

@@ -1,4 +1,4 @@
-"""The engine's parts in this process, without Spark's scheduler."""
+"""Runs the engine's parts in this process, without Spark's scheduler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import connected
-from airflow_cdc_provider.engine.postgres.server_identity import Origin
+from airflow_cdc_provider.engine.postgres.server_identity import ServerIdentity
 from airflow_cdc_provider.engine.postgres.slots import read_slot
 from airflow_cdc_provider.engine.runs.commit_records import existing_record, sink_of
 from airflow_cdc_provider.engine.runs.progress import StreamProgress
@@ -22,51 +22,51 @@ from airflow_cdc_provider.engine.runs.run import Run, run_part
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_task import ChunkTask, copy_chunk
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import plan_chunk_read
 from airflow_cdc_provider.engine.sources.postgres.stream.spark_source import SlotStreamReader
-from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import Stage
+from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import StagingTask
 from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Position
 from tests.support.patience import SECONDS
 
 
 def chunk_task(pipeline: Pipeline, chunk: Chunk, epoch: int | None = None) -> ChunkTask:
-    """The task that the snapshot job would send to an executor.
+    """Return the task that the snapshot job would send to an executor.
 
-    :param epoch: the run's; the record's own by default.
+    :param epoch: epoch of the run; the record's own by default.
     """
     record = existing_record(pipeline)
     (target,) = (t for t in record.targets if t.table.label == chunk.table)
     with connected(pipeline.source.dsn) as source:
-        read = plan_chunk_read(source, pipeline.source.dsn, target.table, chunk, Origin.of(record.identity))
+        read = plan_chunk_read(source, pipeline.source.dsn, target.table, chunk, ServerIdentity.of(record.identity))
     sink = sink_of(pipeline, "snapshot-0")
     return ChunkTask(sink, record.epoch if epoch is None else epoch, target, chunk, read, pipeline.transform)
 
 
 def copy_chunk_of(pipeline: Pipeline, chunk: Chunk, epoch: int | None = None) -> int | CdcError:
-    """Copy a chunk as a task of the snapshot does: rows written, or the error that the driver would raise."""
+    """Copy a chunk like a task of the snapshot; return its rows, or raise the error that the driver would raise."""
     return copy_chunk(chunk_task(pipeline, chunk, epoch))
 
 
 def _stage_here(
-    pieces: Sequence[pa.RecordBatch], stage: Stage, hear: Callable[[object], None] | None = None
+    pieces: Sequence[pa.RecordBatch], task: StagingTask, listener: Callable[[object], None] | None = None
 ) -> list[Any]:
-    """Stage one piece after the other, and tell of each, as tasks do."""
+    """Stage one piece after the other, and report each, as tasks do."""
     messages = []
     for piece in pieces:
-        for staged in stage(iter([piece])):
+        for staged in task(iter([piece])):
             messages += map(pickle.loads, staged.column("message").to_pylist())
-            if hear is not None:
-                hear(messages[-1])
+            if listener is not None:
+                listener(messages[-1])
     return messages
 
 
 def apply_stream(pipeline: Pipeline, until: int, takeover: bool = False) -> None:
-    """Follow the log until ``until`` is applied and acknowledged: the stream job, without Spark's scheduler.
+    """Follow the log until ``until`` is applied and acknowledged, like the stream job, but without Spark's scheduler.
 
-    Gate and epoch, slot reader, cuts, staging, commit and re-reads are the engine's own; what is missing is that
-    tasks run elsewhere, and the checkpoint, which is a cursor.
+    Gate and epoch, slot reader, cuts, staging, commit and re-reads are the engine's own. Two parts are missing: tasks
+    in other processes, and the checkpoint, which a cursor replaces.
 
     :param until: end LSN of a marker.
-    :param takeover: go on although another run is alive.
+    :param takeover: continue although another run is alive.
     """
     with run_part(pipeline, "stream", None, takeover) as (run, record):
         follow_log(run, record, until)
@@ -75,20 +75,20 @@ def apply_stream(pipeline: Pipeline, until: int, takeover: bool = False) -> None
 def follow_log(
     run: Run, record: Record, until: int | None, report: Callable[[StreamProgress], None] = lambda progress: None
 ) -> None:
-    """One attempt of the stream job; with ``until`` ``None`` it goes on until the run is asked to stop."""
+    """Make one attempt of the stream job; if ``until`` is ``None``, it continues until the run is asked to stop."""
     job = StreamJob(None, run, record, report)  # type: ignore[arg-type]
-    job._handout.stage = _stage_here  # type: ignore[assignment,method-assign]
+    job._staging.stage = _stage_here  # type: ignore[assignment,method-assign]
     job._sweep()
     reader = SlotStreamReader(job._source_options())
     try:
         with connected(run.pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
             job._gate(source)
-            job._look(source)
+            job._check_catalog(source)
         _follow(run, job, reader, until)
     finally:
         reader.stop()
-    if job._units.refusal is not None:
-        raise job._units.refusal
+    if job._sinks.refusal is not None:
+        raise job._sinks.refusal
 
 
 def _follow(run: Run, job: StreamJob, reader: SlotStreamReader, until: int | None) -> None:
@@ -102,12 +102,12 @@ def _follow(run: Run, job: StreamJob, reader: SlotStreamReader, until: int | Non
         run.progress = job._progress().as_dict()
         if until is None and run.stopping:
             return True
-        if job._units.done(until) and Position.from_json(start).lsn >= existing_record(pipeline).applied:
+        if job._sinks.done(until) and Position.from_json(start).lsn >= existing_record(pipeline).applied:
             return True
         if end == start:
             return False
         partitions = reader.partitions(start, end)
-        job._batch([batch for partition in partitions for batch in reader.read(partition)], number)  # type: ignore[arg-type]
+        job._write_batch([batch for partition in partitions for batch in reader.read(partition)], number)  # type: ignore[arg-type]
         start, number = end, number + 1
         return False
 

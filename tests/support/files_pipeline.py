@@ -7,14 +7,14 @@ from typing import Any
 
 import duckdb
 
-from airflow_cdc_provider.engine.sinks.lake.storage import Place
+from airflow_cdc_provider.engine.sinks.lake.storage import Storage
 from tests.conftest import Databases
 from tests.support.audited import assert_all_changes
 from tests.support.pipelines import PipelineUnderTest
 
 
 class FilesPipeline(PipelineUnderTest):
-    """A pipeline into files, which are read with DuckDB."""
+    """A pipeline into files, which DuckDB reads."""
 
     def __init__(self, directory: Path, databases: Databases, tables: list[Any], **sink: Any) -> None:
         self.root = directory / "lake"
@@ -24,8 +24,8 @@ class FilesPipeline(PipelineUnderTest):
         self.change(stream={"max_batch_bytes": "256KiB"})
 
     def read(self, query: str, table: str = "public/t") -> list[tuple[Any, ...]]:
-        """Query the files that a table's list names, as ``t``."""
-        paths = (Place(self.document["sink"]["path"]).read(f"_manifest/{table}.txt") or b"").decode().splitlines()
+        """Query the files on a table's list, as ``t``."""
+        paths = (Storage(self.document["sink"]["path"]).read(f"_manifest/{table}.txt") or b"").decode().splitlines()
         if self.pipeline.sink.format == "json":  # type: ignore[attr-defined]
             relation = f"read_json({paths}, format = 'newline_delimited', union_by_name = true)"
         else:
@@ -34,7 +34,7 @@ class FilesPipeline(PipelineUnderTest):
 
 
 def assert_files_exactly_once(pipeline: FilesPipeline, least: int = 100) -> None:
-    """Snapshot rows stand once a key, changes once each; see :func:`tests.support.audited.assert_exactly_once`."""
+    """Check that snapshot rows and changes occur once, see :func:`tests.support.audited.assert_exactly_once`."""
     assert pipeline.read("SELECT id FROM t WHERE _op = 'r' GROUP BY 1 HAVING count(*) > 1") == []
     copied = sum(chunk.rows for chunk in pipeline.record.chunks)
     assert pipeline.read("SELECT count(*) FROM t WHERE _op = 'r'") == [(copied,)]

@@ -1,4 +1,4 @@
-"""Runs into files that are killed and gone on with."""
+"""Runs into files that are killed and continued."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A files sink with one table, and what tests do with it in place of the engine."""
+"""A files sink with one table, and the calls that tests make on it in place of the engine."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from airflow_cdc_provider.engine.core.effect import Effect
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
 from airflow_cdc_provider.engine.core.record import Target, Watermark
 from airflow_cdc_provider.engine.core.table import Column, Leaf, Table
-from airflow_cdc_provider.engine.postgres.server_identity import Origin
-from airflow_cdc_provider.engine.sinks.files.settings import Format
+from airflow_cdc_provider.engine.postgres.server_identity import ServerIdentity
+from airflow_cdc_provider.engine.sinks.files.settings import FileFormat
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
-from airflow_cdc_provider.engine.sinks.lake.storage import Place
+from airflow_cdc_provider.engine.sinks.lake.storage import Storage
 from airflow_cdc_provider.engine.sinks.staged import CopiedChunk, StagedPiece
+from tests.support.given_rows import GivenRows
 
-ORIGIN = Origin("7", 1, 5)
+ORIGIN = ServerIdentity("7", 1, 5)
 SOURCE = {"system": "7", "timeline": 1, "database": 5}
 
 
@@ -68,12 +69,12 @@ def unit(sink: FilesSink, epoch: int, start: int, end: int, *effects: Effect) ->
 
 
 def chunk(sink: FilesSink, epoch: int, which: Chunk, *values: Sequence[str | None], target: Target = TARGET) -> Any:
-    written = sink.write_chunk(epoch, target, which, ORIGIN, rows(*values), watermark)
+    written = sink.write_chunk(epoch, target, which, ORIGIN, GivenRows(rows(*values), watermark))
     return None if written is None else sink.commit_chunks(epoch, [CopiedChunk(target, which, ORIGIN, written)])[0]
 
 
 def told(sink: FilesSink) -> dict[str, Any]:
-    """What readers are told."""
+    """Return the list of files for readers."""
     found = sink.root.read(f"_manifest/{sink.pipeline}.json")
     assert found is not None
     return cast("dict[str, Any]", json.loads(found))
@@ -97,21 +98,21 @@ STORES = ("parquet", "json", "memory", pytest.param("hdfs", marks=pytest.mark.sl
 
 @contextmanager
 def unused(store: str, request: pytest.FixtureRequest) -> Iterator[FilesSink]:
-    """A sink without a pipeline, in files of one format or the other, in memory or in HDFS."""
+    """Return a sink without a pipeline, in files of either format, in memory or in HDFS."""
     if store == "memory":
-        root = Place(f"memory://{uuid.uuid4().hex}")
+        root = Storage(f"memory://{uuid.uuid4().hex}")
     elif store == "hdfs":
-        root = Place(request.getfixturevalue("hdfs").url) / uuid.uuid4().hex
+        root = Storage(request.getfixturevalue("hdfs").url) / uuid.uuid4().hex
     else:
-        root = Place(str(request.getfixturevalue("tmp_path") / "lake"))
-    format_: Format = "json" if store == "json" else "parquet"
+        root = Storage(str(request.getfixturevalue("tmp_path") / "lake"))
+    format_: FileFormat = "json" if store == "json" else "parquet"
     yield FilesSink(root, "shop", "changelog", format_)
     root.remove()
 
 
 @contextmanager
 def provisioned(store: str, request: pytest.FixtureRequest) -> Iterator[FilesSink]:
-    """Such a sink with the table."""
+    """Return such a sink with the table."""
     with unused(store, request) as found:
         found.prepare([TARGET], CHUNKS, SOURCE, 50)
         yield found

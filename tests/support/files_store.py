@@ -1,4 +1,4 @@
-"""A folder of files, as the contract of sinks looks into it."""
+"""A folder of files, for the contract of sinks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """An HDFS for the tests of a module, with a jar that is fetched once: ``python -m tests.support.hdfs``.
 
-It is Hadoop's own small cluster for tests, in the version of the Hadoop client that Spark brings.
+This is Hadoop's own small cluster for tests, in the version of Spark's Hadoop client.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CONFIG = "config.xml"
 
 
 def cluster_jar() -> Path:
-    """The small cluster, fetched if need be; all that it needs comes with Spark."""
+    """Return the jar of the small cluster, fetched if necessary; Spark includes all its dependencies."""
     (client,) = _SPARK_JARS.glob("hadoop-client-api-*.jar")
     version = client.stem.rpartition("-")[2]
     try:
@@ -40,10 +40,10 @@ def cluster_jar() -> Path:
 
 @dataclass(frozen=True)
 class HdfsCluster:
-    """A NameNode with a DataNode, on ports of their own.
+    """A NameNode with a DataNode, on their own ports.
 
-    :param url: of its root, for REST.
-    :param hadoop: the same for Hadoop's own protocol.
+    :param url: URL of its root, for REST.
+    :param hadoop: URL of its root, for Hadoop's own protocol.
     """
 
     url: str
@@ -54,15 +54,15 @@ class HdfsCluster:
     @classmethod
     @contextmanager
     def started(cls, directory: Path) -> Iterator[HdfsCluster]:
-        """Start one whose superuser is whoever gives no name.
+        """Start a cluster whose superuser is any client without a user name.
 
-        :param directory: an empty one, for its files.
+        :param directory: an empty directory for its files.
         """
         config, log = directory / _CONFIG, directory / "log"
         options = {
             "hdfs.minidfs.basedir": directory / "data",
             "hadoop.http.staticuser.user": getpass.getuser(),
-            # How long a writer whose NameNode does not know of a block yet waits before it asks again.
+            # How long a writer waits before it asks again, if the NameNode does not know of a block yet.
             "dfs.client.block.write.locateFollowingBlock.initial.delay.ms": 10,
         }
         arguments = _java("org.apache.hadoop.test.MiniDFSClusterManager", "-format", "-writeConfig", str(config))
@@ -71,7 +71,7 @@ class HdfsCluster:
         with log.open("wb") as out:
             cluster = subprocess.Popen(arguments, cwd=directory, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         try:
-            # The configuration is written when all is up.
+            # The configuration is written when everything is running.
             await_condition(lambda: bool(_properties(config)) or cluster.poll() is not None, SECONDS)
             properties = _properties(config)
             assert properties, log.read_text(encoding="utf-8")[-4000:]
@@ -88,7 +88,7 @@ class HdfsCluster:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let it stand still."""
+        """Halt the cluster."""
         self.process.suspend()
         try:
             yield
@@ -103,7 +103,7 @@ def _java(main: str, *arguments: str) -> list[str]:
 
 
 def _properties(config: Path) -> dict[str, str]:
-    """What stands in a file of Hadoop's, if it has been written to its end."""
+    """Return the contents of a Hadoop configuration file, once it has been written completely."""
     try:
         found = ET.parse(config).findall("property")
     except (FileNotFoundError, ET.ParseError):

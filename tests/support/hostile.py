@@ -1,4 +1,4 @@
-"""An environment that tells libpq to alter values: all that the tests run has to bear it, but their own connections."""
+"""An environment that makes libpq alter values; all code under test must tolerate it, except the tests' connections."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _connect = psycopg.connect
 
 @contextmanager
 def connected_plainly(dsn: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[psycopg.Connection[Any]]:
-    """A session without this environment, which has what its role and database set."""
+    """Open a session without this environment, with the settings of its role and database."""
     with monkeypatch.context() as patch:
         for name in ENVIRONMENT:
             patch.delenv(name)
@@ -33,7 +33,7 @@ def connected_plainly(dsn: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[psy
 
 
 def connect_unharmed(conninfo: str = "", **arguments: Any) -> psycopg.Connection[Any]:
-    """``psycopg.connect``, which only tests use and nothing that they test, as if the environment were empty."""
+    """Connect like ``psycopg.connect`` with an empty environment; only tests use this, and no code under test."""
     given = {"client_encoding": "UTF8", "options": ""} | conninfo_to_dict(conninfo) | arguments
     connection = _connect(**given)
     connection.pgconn.exec_(b"SET TimeZone = 'UTC'; SET DateStyle = 'ISO, MDY'")

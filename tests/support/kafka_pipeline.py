@@ -28,12 +28,12 @@ class KafkaPipeline(PipelineUnderTest):
         return f"{self.name}.{table}"
 
     def values(self, table: str = "public.t", committed: bool = True) -> list[dict[str, Any]]:
-        """The messages of a table, as a consumer gets them: JSON objects; without tombstones."""
+        """Return the messages of a table as a consumer reads them: JSON objects, without tombstones."""
         found = consumed(self.cluster, self.topic(table), committed)
         return [json.loads(message.value) for message in found if message.value is not None]
 
     def events(self, table: str = "public.t") -> list[tuple[Any, str, int]]:
-        """Transaction, kind and key of each event in Debezium's envelope."""
+        """Return transaction, kind and key of each event in Debezium's envelope."""
         found = []
         for value in self.values(table):
             row = value["after"] or value["before"]
@@ -42,7 +42,7 @@ class KafkaPipeline(PipelineUnderTest):
 
 
 def assert_consumed_once(pipeline: KafkaPipeline, least: int = 10) -> None:
-    """Snapshot rows stand once a key, changes once each; see :func:`tests.support.audited.assert_all_changes`."""
+    """Check that snapshot rows and changes occur once, see :func:`tests.support.audited.assert_all_changes`."""
     events = pipeline.events()
     read = [key for _, op, key in events if op == "r"]
     assert len(read) == len(set(read)) == sum(chunk.rows for chunk in pipeline.record.chunks)

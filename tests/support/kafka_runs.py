@@ -1,4 +1,4 @@
-"""Runs into Kafka that are killed and gone on with."""
+"""Runs into Kafka that are killed and continued."""
 
 from __future__ import annotations
 

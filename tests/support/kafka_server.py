@@ -19,6 +19,7 @@ from confluent_kafka.admin import (
     ResourceType,
 )
 
+from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from local_servers.jars import JarsMissing
 from local_servers.kafka import KafkaServer, Login, fetch_jars
 
@@ -55,6 +56,17 @@ def set_topic(brokers: str, name: str, settings: Mapping[str, str]) -> None:
     client.incremental_alter_configs([resource])[resource].result(SECONDS)
 
 
+def topics(cluster: Cluster) -> set[str]:
+    """Return the names of all topics but the broker's own."""
+    return {name for name in cluster.topics() if not name.startswith("__")}
+
+
+def clear(cluster: Cluster) -> None:
+    """Remove these topics."""
+    for name in topics(cluster):
+        cluster.remove(name)
+
+
 def properties(brokers: str, **conf: Any) -> dict[str, Any]:
     """Those of a client.
 
@@ -64,7 +76,7 @@ def properties(brokers: str, **conf: Any) -> dict[str, Any]:
 
 
 def transactional(brokers: str, name: str, **conf: Any) -> Producer:
-    """A producer that has fenced all others of its name."""
+    """Return a producer that has fenced all others with its name."""
     producer = Producer(properties(brokers, transactional_id=name, **conf))
     producer.init_transactions(SECONDS)
     return producer

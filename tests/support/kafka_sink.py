@@ -1,4 +1,4 @@
-"""A Kafka sink on a broker of the tests' own, and what tests do with it in place of the engine."""
+"""A Kafka sink on a broker of the tests, and the calls that tests make on it in place of the engine."""
 
 from __future__ import annotations
 
@@ -18,26 +18,16 @@ from airflow_cdc_provider.engine.sinks.kafka.sink import KafkaSink
 from airflow_cdc_provider.engine.sinks.kafka.staging_topic import CHUNKS, SUFFIX, UNITS, Blob
 from airflow_cdc_provider.engine.sinks.staged import Staged
 from tests.sinks.begun_sink import SinkUnderTest
-
-INTERNAL = "__"
+from tests.support.kafka_server import topics
 
 
 def settings(brokers: str, **more: Any) -> KafkaSettings:
-    """Topics without the pipeline's name, two partitions each, so that pipelines can get into each other's way."""
+    """Return settings with two partitions per topic and no pipeline name in topics, so that pipelines can interfere."""
     return KafkaSettings(brokers, **{"format": "json", "topic": "{schema}.{table}", "partitions": 2, **more})
 
 
-def topics(cluster: Cluster) -> set[str]:
-    return {name for name in cluster.topics() if not name.startswith(INTERNAL)}
-
-
-def clear(cluster: Cluster) -> None:
-    for name in topics(cluster):
-        cluster.remove(name)
-
-
 def consumed(cluster: Cluster, topic: str, committed: bool = True) -> list[Received]:
-    """All messages of a topic as a consumer gets them, partition by partition."""
+    """Return all messages of a topic as a consumer reads them, partition by partition."""
     there = cluster.topic(topic)
     if there is None:
         return []
@@ -73,7 +63,7 @@ class KafkaStore(SinkUnderTest):
             if before := event.get("_before"):
                 event["_before"] = {name: text_of(value) for name, value in before.items()}
         truncates = [event for event in found if event["_op"] == "t"]
-        # They are in every partition.
+        # Every partition has them.
         return [event for n, event in enumerate(found) if event not in truncates or found.index(event) == n]
 
     def names(self) -> set[str]:

@@ -18,7 +18,7 @@ USER = Login("cdc", r"""it's "\u00e9\n" ;=#é""")
 
 
 def grant(server: KafkaServer, kind: ResourceType, name: str, operation: AclOperation) -> None:
-    """Allow the user something."""
+    """Grant the user an operation."""
     allowed = AclBinding(
         kind, name, ResourcePatternType.LITERAL, f"User:{USER.user}", "*", operation, AclPermissionType.ALLOW
     )

@@ -1,4 +1,4 @@
-"""As much of Kubernetes as spark-submit needs to submit a driver: it keeps what it is given, and each pod succeeds."""
+"""As much of Kubernetes as spark-submit needs to submit a driver: it stores all objects, and each pod succeeds."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def kubernetes() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Its address, and what it is given, by kind and name."""
+    """Yield its address, and the objects that it received, by kind and name."""
     with _Server(("127.0.0.1", 0), _Handler) as server:
         server.given = {}
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -12,7 +12,7 @@ from tests.support.pipelines import PipelineUnderTest
 
 
 def query(server: MariadbServer, statement: str) -> list[tuple[Any, ...]]:
-    """Execute a statement as the administrator; names may stand in double quotes."""
+    """Execute a statement as the administrator; names may be in double quotes."""
     with closing(server.connect()) as connection, connection.cursor() as cursor:
         cursor.execute("SET SESSION sql_mode = CONCAT(@@sql_mode, ',ANSI_QUOTES')")
         cursor.execute(statement)
@@ -20,8 +20,10 @@ def query(server: MariadbServer, statement: str) -> list[tuple[Any, ...]]:
 
 
 class MysqlPipeline(PipelineUnderTest):
-    """See :class:`PipelineUnderTest`; the target is a database of ``server``, in which the user has but the privileges
-    that are documented: databases ``copy``, ``mirror`` and ``changelog``."""
+    """A pipeline as :class:`PipelineUnderTest`; the target is a database of ``server``.
+
+    The user has only the privileges that are documented: databases ``copy``, ``mirror`` and ``changelog``.
+    """
 
     def __init__(
         self, directory: Path, databases: Databases, server: MariadbServer, tables: list[str], **sections: Any

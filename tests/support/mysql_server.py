@@ -1,8 +1,9 @@
-"""Fetch a MySQL server, which Debian has in its unstable distribution only: `python -m tests.support.mysql_server
-DIRECTORY`.
+"""Fetches a MySQL server, which only Debian's unstable distribution has.
 
-Its packages and all that they need, the C library included, are unpacked into the directory and not installed. What is
-printed is the path of a program ``mysqld`` that runs with those libraries.
+Run it with `python -m tests.support.mysql_server DIRECTORY`.
+
+The packages and all their dependencies, including the C library, are unpacked into the directory and not installed. The
+output is the path of a program ``mysqld`` that runs with those libraries.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ exec $libraries/ld-linux-x86-64.so.2 --library-path $libraries:$root/usr/lib/mys
 
 
 def fetch(directory: Path) -> Path:
-    """Fetch what is not there yet; the path of the program."""
+    """Fetch all missing files, and return the path of the program."""
     program = directory / "mysqld"
     if program.exists():
         return program
@@ -51,7 +52,7 @@ def fetch(directory: Path) -> Path:
 
 
 def index() -> dict[str, dict[str, str]]:
-    """All packages by name, and by what they provide."""
+    """Return all packages by name, and by the names that they provide."""
     packages: dict[str, dict[str, str]] = {}
     provided: dict[str, dict[str, str]] = {}
     for paragraph in lzma.decompress(read(INDEX)).decode().split("\n\n"):
@@ -64,7 +65,7 @@ def index() -> dict[str, dict[str, str]]:
 
 
 def needed(packages: dict[str, dict[str, str]], name: str) -> list[dict[str, str]]:
-    """A package and all that it depends on."""
+    """Return a package with all its dependencies."""
     found: dict[str, dict[str, str]] = {}
     wanted = [name]
     while wanted:
@@ -77,7 +78,7 @@ def needed(packages: dict[str, dict[str, str]], name: str) -> list[dict[str, str
 
 
 def names(relations: str) -> list[str]:
-    """The names in a field such as ``libc6 (>= 2.38), perl:any | other``, the first of alternatives."""
+    """Return the names in a field such as ``libc6 (>= 2.38), perl:any | other``, using the first alternative."""
     firsts = (each.split("|")[0].split() for each in relations.split(","))
     return [first[0].partition(":")[0] for first in firsts if first]
 

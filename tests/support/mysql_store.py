@@ -1,4 +1,4 @@
-"""A MySQL server, as the contract of sinks looks into it."""
+"""A MySQL server, for the contract of sinks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.sinks.begun_sink import (
 
 
 class MysqlStore(SinkUnderTest):
-    """The server, with no databases but its own."""
+    """The server, with only its own databases."""
 
     def __init__(self, server: MariadbServer) -> None:
         self.server = server

@@ -17,14 +17,14 @@ from contextlib import contextmanager
 import pytest
 
 _CLONE_NEWNET = 0x40000000
-# Of the block for benchmarks, which nobody routes. Processes that test at the same time have neighbouring ids.
+# Networks of the block for benchmarks, which is not routed. Concurrent test processes have nearby ids.
 _NETWORKS_OF_A_PROCESS = 64
 _networks = list(ipaddress.ip_network("198.18.0.0/15").subnets(new_prefix=30))
 _numbers = itertools.count()
 
 
 class Network:
-    """Another host at the end of a cable, which can be pulled: nobody is told, packets are lost in both directions."""
+    """Another host behind a cable that can be unplugged: packets are lost in both directions without an error."""
 
     def __init__(self) -> None:
         number = next(_numbers)
@@ -43,14 +43,14 @@ class Network:
             self._there(f"address add {theirs}/30 dev {self._far}")
             self._there(f"link set {self._far} up")
             (address,) = self._there(f"-br link show {self._far}").split()[2:3]
-            # Else an unanswered question for the address would be told as an error, which a far network never tells.
+            # Otherwise an unanswered request for the address would be reported as an error, unlike in a remote network.
             _ip(f"neighbour replace {theirs} lladdr {address} dev {self._near} nud permanent")
         except subprocess.CalledProcessError as e:
             self.close()
             pytest.skip(f"no network namespace can be made here: {e.stderr.strip()}")
 
     def listener(self) -> socket.socket:
-        """A socket that listens there; what it accepts is there, too."""
+        """Return a socket that listens there; the sockets that it accepts are there, too."""
 
         def listen() -> socket.socket:
             libc = ctypes.CDLL(None, use_errno=True)
@@ -59,12 +59,12 @@ class Network:
                     raise OSError(ctypes.get_errno(), "setns")
             return socket.create_server((self.host, 0))
 
-        with ThreadPoolExecutor(1) as there:  # a namespace is a thread's
+        with ThreadPoolExecutor(1) as there:  # a namespace belongs to a thread
             return there.submit(listen).result()
 
     @contextmanager
     def unplugged(self) -> Iterator[None]:
-        """All packets are dropped."""
+        """Drop all packets."""
         self._there(f"link set {self._far} down")
         try:
             yield
@@ -72,7 +72,7 @@ class Network:
             self._there(f"link set {self._far} up")
 
     def close(self) -> None:
-        """Remove namespace and interfaces."""
+        """Remove the namespace and the interfaces."""
         with contextlib.suppress(subprocess.CalledProcessError):
             _ip(f"netns delete {self._name}")
         with contextlib.suppress(subprocess.CalledProcessError):

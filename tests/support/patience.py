@@ -1,6 +1,6 @@
-"""How long tests wait."""
+"""Timeouts of tests."""
 
 from __future__ import annotations
 
 SECONDS = 120.0
-"""How long a command or a state is waited for; far beyond what it takes, since the machine may be busy."""
+"""Seconds to wait for a command or a state; far longer than necessary, because the machine may be busy."""

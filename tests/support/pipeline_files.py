@@ -14,7 +14,7 @@ DOCUMENT: dict[str, Any] = {
 
 
 def document(**changes: Any) -> dict[str, Any]:
-    """The document with values at dotted paths changed; ``None`` removes a key."""
+    """Return the document with the values at dotted paths changed; ``None`` removes a key."""
     result = copy.deepcopy(DOCUMENT)
     for path, value in changes.items():
         *parents, key = path.split("__")

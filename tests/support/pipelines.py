@@ -3,7 +3,7 @@
 Tests of the protocol need control over what happens when, which a command does not give. :func:`copy_chunk_of` and
 :func:`apply_stream` therefore run the real parts (chunk task, slot reader, staging, commit) here, in an order that
 the test chooses, and leave out nothing but Spark's scheduler. Crashes are the other way round: a command runs as
-users run it, in a session of its own, so that a kill reaches the JVM and the Python workers too.
+users run it, in its own session, so that a kill reaches the JVM and the Python workers too.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from airflow_cdc_provider.engine.core.record import ChunkRecord, Record
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import connected
-from airflow_cdc_provider.engine.postgres.server_identity import Origin
+from airflow_cdc_provider.engine.postgres.server_identity import ServerIdentity
 from airflow_cdc_provider.engine.postgres.slots import emit_marker, read_slot
 from airflow_cdc_provider.engine.runs.commit_records import existing_record, sink_of
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_task import ChunkTask, copy_chunk
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import plan_chunk_read
 from tests.conftest import Databases
-from tests.support.class_archive import ARCHIVE, JVM_OPTIONS
+from tests.support.class_archive import JVM_CONF, JVM_OPTIONS
 from tests.support.databases import execute, query_rows
 from tests.support.engine_parts import apply_stream, copy_chunk_of
 from tests.support.patience import SECONDS
@@ -43,10 +43,10 @@ from tests.support.patience import SECONDS
 COMMAND = Path(sys.executable).with_name("airflow-cdc")
 
 
-# Spark's start dominates these tests: no web server, and what the archive of classes saves.
+# Spark's start dominates these tests, so it gets no web server, and its classes come from an archive.
 SPARK_CONF = {
     "spark.ui.enabled": "false",
-    "spark.driver.extraJavaOptions": f"{JVM_OPTIONS} -XX:SharedArchiveFile={ARCHIVE}",
+    **JVM_CONF,
     "spark.executor.extraJavaOptions": JVM_OPTIONS,
     "spark.sql.shuffle.partitions": "1",
     # To compile plans for a few rows takes a fifth of the time of Spark.
@@ -55,7 +55,7 @@ SPARK_CONF = {
 }
 
 
-# For streams that live long beside the matter of a test: each batch, and each heartbeat is one, takes a tenth of a
+# For streams that run long without being tested themselves: each batch, and so each heartbeat, takes a tenth of a
 # second of a core.
 UNHURRIED = {"trigger": "1 second", "heartbeat": "3 seconds"}
 
@@ -75,7 +75,7 @@ class Outcome:
 
 
 class Command:
-    """A command that runs in a session of its own, its output in files.
+    """A command that runs in its own session and writes its output to files.
 
     :param program: with its arguments.
     :param failpoint: ``name:action`` that is armed in all its processes.
@@ -129,7 +129,7 @@ class Command:
         return Outcome(self.process.returncode, out, err)
 
     def output(self) -> str:
-        """What it has printed so far, for messages."""
+        """Return what it has printed so far, for messages."""
         return "\n".join(file.read_text(encoding="utf-8", errors="replace")[-4000:] for file in self._files)
 
     def processes(self) -> list[psutil.Process]:
@@ -137,7 +137,7 @@ class Command:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
-                # Orphans may stay zombies where nobody collects them.
+                # Orphans may stay zombies where no process collects them.
                 if os.getsid(process.pid) == self.process.pid and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
@@ -270,7 +270,7 @@ class PipelineUnderTest:
         return query_rows(self.databases.target, query)
 
     def assert_equal(self, table: str = "public.t", order: str = "1") -> None:
-        """The table's mirror holds what the source holds, value by value."""
+        """Assert that the table's mirror has the same rows as the source, value by value."""
         query = f"SELECT * FROM {table} ORDER BY {order}"
         assert self.target_rows(query) == self.source_rows(query)
 
@@ -282,7 +282,7 @@ class PipelineUnderTest:
     # -- states ------------------------------------------------------------------------------------
 
     def finished_chunks(self) -> dict[tuple[str, int], tuple[Any, ...]]:
-        """What the record says of each finished chunk: when, under which epoch, in which snapshot, how many rows."""
+        """Return for each finished chunk: time, epoch, snapshot, high watermark and number of rows."""
         found = self.target_rows(
             "SELECT source_table, chunk, finished_at, epoch, snapshot, high_lsn::text, row_count"
             f" FROM airflow_cdc.chunks WHERE pipeline = '{self.name}' AND finished_at IS NOT NULL"
@@ -295,7 +295,7 @@ class PipelineUnderTest:
             return emit_marker(source, "test")
 
     def confirmed(self) -> int:
-        """The slot's ``confirmed_flush_lsn``."""
+        """Return the slot's ``confirmed_flush_lsn``."""
         with connected(self.databases.source) as source:
             state = read_slot(source, self.pipeline.source.slot)
         assert state is not None
@@ -322,7 +322,7 @@ class PipelineUnderTest:
         return self.record
 
     def chunk(self, index: int, table: str = "public.t") -> ChunkRecord:
-        """A chunk of the record."""
+        """Return a chunk of the record."""
         (found,) = (c for c in self.record.chunks if c.chunk.table == table and c.chunk.index == index)
         return found
 
@@ -337,7 +337,7 @@ class PipelineUnderTest:
         """Copy the unfinished chunks of all tables, or those of some indexes, with one look at the record."""
         record, dsn = self.record, self.pipeline.source.dsn
         targets = {target.table.label: target for target in record.targets}
-        sink, origin = sink_of(self.pipeline), Origin.of(record.identity)
+        sink, origin = sink_of(self.pipeline), ServerIdentity.of(record.identity)
         with connected(dsn) as source:
             for chunk in record.unfinished:
                 if indexes and chunk.index not in indexes:

@@ -1,4 +1,4 @@
-"""A Postgres database, as the contract of sinks looks into it."""
+"""A Postgres database, for the contract of sinks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.sinks.begun_sink import SinkUnderTest
 
 
 class PostgresStore(SinkUnderTest):
-    """A database of the server, empty."""
+    """An empty database of the server."""
 
     def __init__(self, dsn: str) -> None:
         self.dsn = dsn

@@ -1,4 +1,4 @@
-"""A TCP proxy that can break connections in the way that TCP does not notice."""
+"""A TCP proxy that can break connections in a way that TCP does not notice."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from contextlib import contextmanager
 class Proxy:
     """Forwards connections on ``port`` to another port of this machine, unless it is frozen.
 
-    A connection that saw a frost stays open and is never forwarded again, like one whose place in a table of a router
-    is gone.
+    A connection that was open while the proxy was frozen stays open but is never forwarded again, like one that has
+    lost its entry in a router's table.
     """
 
     def __init__(self, target: int, listener: socket.socket | None = None) -> None:
@@ -33,12 +33,12 @@ class Proxy:
                 self._pairs.append(_Pair(client, self._target, self._frozen))
 
     def lead_to(self, target: int) -> None:
-        """Forward new connections to another port; open ones stay where they are, as when a virtual address moves."""
+        """Forward new connections to another port; open ones are unaffected, as when a virtual address moves."""
         self._target = target
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Nothing passes, on old connections and on new ones."""
+        """Forward nothing, on old connections and on new ones."""
         for pair in self._pairs:
             pair.dead.set()
         self._frozen.set()
@@ -48,7 +48,7 @@ class Proxy:
         self._frozen.clear()
 
     def close(self) -> None:
-        """Close everything."""
+        """Close all connections."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -58,7 +58,7 @@ class Proxy:
 
 
 class _Pair:
-    """Two sockets, and a thread that carries bytes between them until it is told not to."""
+    """Two sockets, and a thread that copies bytes between them until it is stopped."""
 
     def __init__(self, client: socket.socket, target: int, frozen: threading.Event) -> None:
         self.dead = threading.Event()

@@ -1,4 +1,4 @@
-"""What a pipeline does to its sink and asks of it, each to be tried while something refuses it."""
+"""The calls that a pipeline makes on its sink, to be tried while the sink is refused something."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDER = replace(TARGET, table=replace(TABLE, columns=(*TABLE.columns, COLUMN)))
 
 
 def attempts(begun: Begun) -> dict[str, Callable[[], object]]:
-    """What a pipeline does to its sink."""
+    """Return the writing calls that a pipeline makes on its sink."""
     sink, epoch = begun.sink, begun.epoch
     another = begun.store.sink(sink.mode, "q")
     piece = begun.piece(begun.put("6", "f", "6.00"))
@@ -27,7 +27,7 @@ def attempts(begun: Begun) -> dict[str, Callable[[], object]]:
         "commit": lambda: sink.commit(epoch, 100, 200, [piece]),
         "replace": lambda: begun.reread(None, NEW),
         "redefine": lambda: sink.redefine(epoch, TARGET, WIDER),
-        "note_source": lambda: sink.note_source(epoch, {"timeline": 2}),
+        "record_source": lambda: sink.record_source(epoch, {"timeline": 2}),
         "restart": lambda: sink.restart(epoch, [TARGET], IDENTITY, 500),
         "forget": lambda: sink.forget(epoch, [LABEL]),
         "sweep": lambda: sink.sweep(epoch),
@@ -36,7 +36,7 @@ def attempts(begun: Begun) -> dict[str, Callable[[], object]]:
 
 
 def steps(begun: Begun) -> dict[str, Callable[[], object]]:
-    """What a pipeline does to a sink without a database, and asks of it."""
+    """Return the writing and reading calls that a pipeline makes on a sink without a database."""
     begun.sink.deposit(begun.epoch, "there", b"data")
     return {
         **attempts(begun),

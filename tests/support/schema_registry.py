@@ -1,4 +1,4 @@
-"""A schema registry with Confluent's API: Apicurio's, from Maven Central, in a process of its own."""
+"""A schema registry with Confluent's API: Apicurio's, from Maven Central, in its own process."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ SECONDS = 90.0
 
 @contextmanager
 def registry_at(directory: Path) -> Iterator[str]:
-    """Start one with nothing in it, for as long as it is used.
+    """Run an empty registry as long as it is used.
 
-    :param directory: for its log.
+    :param directory: directory for its log.
     :returns: its URL.
     """
     home, port = _installed(), find_free_port()
@@ -75,7 +75,7 @@ def registry_at(directory: Path) -> Iterator[str]:
 
 
 def _installed() -> Path:
-    """Where it is unpacked, once."""
+    """Return the folder into which it is unpacked, once."""
     home = HOME / "registry"
     home.mkdir(parents=True, exist_ok=True)
     with (home / "fetching").open("w") as lock:

@@ -1,4 +1,4 @@
-"""What Prometheus gets of a job."""
+"""Scrapes a job's metrics as Prometheus does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 
 def scrape(port: int | None) -> dict[tuple[str, str], float]:
-    """Every sample of a scrape, by its name and its labels, in the order of their names, but the pipeline's."""
+    """Return every sample of a scrape by its name and labels, ordered by name, without the pipeline's label."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     samples = [sample for family in families for sample in family.samples]

@@ -1,4 +1,4 @@
-"""The reader of a slot by itself."""
+"""Runs the reader of a slot alone."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import WalReade
 
 @contextmanager
 def slot_reader(dsn: str, *waiting: str, **arguments: int) -> Iterator[tuple[WalReader, int]]:
-    """A table, a publication, a slot, and a reader on it, with the slot's consistent point.
+    """Create a table, a publication and a slot, and yield a reader with the slot's consistent point.
 
-    :param waiting: statements that are in the log before the reader comes.
+    :param waiting: statements that are in the log before the reader starts.
     """
     with psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute("CREATE TABLE t (id int PRIMARY KEY, body text); CREATE PUBLICATION p FOR TABLE t")
@@ -36,7 +36,7 @@ def slot_reader(dsn: str, *waiting: str, **arguments: int) -> Iterator[tuple[Wal
 
 
 def reader_naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The seconds of each sleep that readers of the log take from now on, also where they oversleep."""
+    """Return the seconds of each sleep of log readers from now on, measured, so including oversleeping."""
     monkeypatch.setattr(wal_reader, "_AWAKE_SECONDS", 0.0)
     naps: list[float] = []
     sleep = time.sleep

@@ -1,4 +1,4 @@
-"""A Spark cluster for tests: a standalone master and two workers as processes of this machine."""
+"""A Spark cluster for tests: a standalone master and two workers as local processes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ PACKAGE = "airflow_cdc_provider"
 SPARK_HOME = Path(pyspark.__file__).parent
 DRIVER_ONLY = "TEST_DRIVER_DIRECTORY"
 PASSWORD = "TEST_PASSWORD"
-"""Set to ``here`` where workers run, and so where drivers in cluster mode do."""
+"""Variable that is ``here`` on workers, and therefore in drivers in cluster mode."""
 
-# Runs when a Python starts below a worker. That of a driver in client mode, which may read there, lacks the variable.
+# Runs when a Python starts below a worker. A driver in client mode, which may read there, lacks the variable.
 SITE_CUSTOMIZE = f"""
 import os, sys
 
@@ -46,8 +46,8 @@ if closed:
 class Cluster:
     """A running cluster.
 
-    :param workers: the directory of each worker.
-    :param driver: the directory that no process below a worker may read.
+    :param workers: directory of each worker.
+    :param driver: directory that no process below a worker may read.
     """
 
     master: str
@@ -55,11 +55,11 @@ class Cluster:
     driver: Path
 
     def executors(self) -> list[int]:
-        """For each worker the number of executors that it has started."""
+        """Return the number of executors that each worker has started."""
         return [len(list(worker.glob("app-*/*/stderr"))) for worker in self.workers]
 
     def kill_an_executor(self) -> None:
-        """Kill one that has Python workers, and so has had work."""
+        """Kill an executor that has Python workers, which shows that it has run tasks."""
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 ours = any(Path(process.cwd()).is_relative_to(worker) for worker in self.workers)
@@ -70,7 +70,7 @@ class Cluster:
 
 
 def make_python(directory: Path, *without: str) -> Path:
-    """A Python with all our libraries, but neither this package nor the modules ``without``."""
+    """Create a Python with all our libraries, except for this package and the modules ``without``."""
     venv.create(directory, symlinks=True)
     (site_packages,) = directory.glob("lib/python*/site-packages")
     libraries = directory / "libraries"
@@ -90,7 +90,7 @@ def make_python(directory: Path, *without: str) -> Path:
 
 @contextmanager
 def spark_process(name: str, directory: Path, *arguments: str, **environment: str) -> Iterator[None]:
-    """A master or worker of a standalone cluster."""
+    """Start a master or a worker of a standalone cluster."""
     directory.mkdir()
     inherited = {
         key: value for key, value in os.environ.items() if not key.startswith(("SPARK_", "PYSPARK_", "PYTHON"))
@@ -124,7 +124,7 @@ def spark_process(name: str, directory: Path, *arguments: str, **environment: st
 
 
 def alive_workers(web: int) -> int:
-    """How many workers the master knows, by its web interface, which answers any path with a page while it starts."""
+    """Return the number of workers known to the master, whose web interface answers with a page while it starts."""
     with (
         suppress(OSError, json.JSONDecodeError),
         urllib.request.urlopen(f"http://127.0.0.1:{web}/json/", timeout=5) as answer,
@@ -135,7 +135,7 @@ def alive_workers(web: int) -> int:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A master and two workers of one core each."""
+    """Start a master and two workers with one core each."""
     root = tmp_path_factory.mktemp("cluster")
     workers, driver = tuple(root / f"worker{i}" for i in range(2)), root / "driver"
     driver.mkdir()

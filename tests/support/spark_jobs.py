@@ -1,4 +1,4 @@
-"""Spark jobs of Airflow tasks, without Airflow."""
+"""Runs the Spark jobs of Airflow tasks, without Airflow."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECONDS = 120.0
 
 
 class Task:
-    """A task instance: what Airflow keeps of it from one try to the next."""
+    """A task instance: the state that Airflow keeps from one try to the next."""
 
     def __init__(self, operator: CdcSparkOperator) -> None:
         self.operator = operator
@@ -42,7 +42,7 @@ class Task:
         return {"task_state_store": store, "ti": instance, "outlet_events": self.events}
 
     def defer(self) -> SparkJobTrigger:
-        """Run a try in the worker, up to where it frees its slot; the trigger as the triggerer makes it."""
+        """Run a try in the worker until it releases its slot; return the trigger as the triggerer would build it."""
         with pytest.raises(TaskDeferred) as deferred:
             self.operator.execute(self.context)
         assert deferred.value.method_name == "execute_complete"
@@ -54,12 +54,12 @@ class Task:
         return self.complete(self.defer())
 
     def complete(self, trigger: SparkJobTrigger) -> dict[str, Any]:
-        """Wait in the triggerer and go on in the worker."""
+        """Wait in the triggerer, and continue in the worker."""
         return self.operator.execute_complete(self.context, fire(trigger))
 
 
 def fire(trigger: SparkJobTrigger) -> dict[str, Any]:
-    """The event of a trigger."""
+    """Return the event of a trigger."""
 
     async def first() -> Any:
         async for event in trigger.run():
@@ -71,7 +71,7 @@ def fire(trigger: SparkJobTrigger) -> dict[str, Any]:
 
 
 class Jobs:
-    """The jobs of a pipeline as the state and this machine's processes tell."""
+    """The jobs of a pipeline, according to the state and the local processes."""
 
     def __init__(self, pipeline: PipelineUnderTest) -> None:
         self.pipeline = pipeline
@@ -83,7 +83,7 @@ class Jobs:
         return found
 
     def family(self) -> list[psutil.Process]:
-        """The living processes of all jobs of the pipeline: guards, JVMs, drivers, workers, keepers."""
+        """Return the living processes of all jobs of the pipeline: guards, JVMs, drivers, workers, keepers."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -103,7 +103,7 @@ class Jobs:
         return psutil.Process(beat.owner.pid)
 
     def await_beat(self, trigger: SparkJobTrigger) -> None:
-        """Wait until the job is at work."""
+        """Wait until the job is running."""
 
         def beats() -> bool:
             beat = read_heartbeat(self.state, self.submission(trigger).part)
@@ -114,4 +114,4 @@ class Jobs:
         assert beats(), self.submission(trigger)
 
     def await_none(self) -> None:
-        assert await_condition(lambda: not self.family(), SECONDS, 0.2), [p.cmdline() for p in self.family()]
+        assert await_condition(lambda: not self.family(), SECONDS, 0.5), [p.cmdline() for p in self.family()]

@@ -1,8 +1,8 @@
-"""A run of a pipeline in a process of its own, without Spark: it can be killed, and starts in a moment.
+"""A run of a pipeline in its own process, without Spark: it can be killed, and starts quickly.
 
-Provisioning, chunk tasks, slot reader, staging and commits are the engine's own; what Spark would distribute runs
-here one after the other. Processes are forked from a server that has imported everything, so that a test can afford
-hundreds of them.
+Provisioning, chunk tasks, slot reader, staging and commits are the engine's own. The work that Spark would distribute
+runs here one task after the other. Processes are forked from a server that has imported all modules, so that a test can
+afford hundreds of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from airflow_cdc_provider.engine.runs.run import run_part
 from airflow_cdc_provider.engine.sinks.mysql import session as mysql_session
 from airflow_cdc_provider.engine.sinks.postgres import fence
 from airflow_cdc_provider.engine.sources.postgres.provision import provision_lock
-from airflow_cdc_provider.engine.sources.postgres.reading import requested_reads
+from airflow_cdc_provider.engine.sources.postgres.reading import reread_requests
 from tests.support.engine_parts import apply_stream, copy_chunk_of
 from tests.support.patience import SECONDS
 
@@ -42,11 +42,11 @@ DONE, FAILED = 0, 1
 
 
 class SparklessRun:
-    """``airflow-cdc run`` without Spark: provision, copy what is not copied, read again what is asked for, catch up.
+    """``airflow-cdc run`` without Spark: provisions, copies missing chunks, re-reads requested tables, and catches up.
 
-    :param failpoint: ``name:action`` that is armed in it.
-    :param reread: tables to read again before the stream.
-    :param asked: tables that the stream is asked to read again.
+    :param failpoint: ``name:action`` that is armed in the process.
+    :param reread: tables to re-read before the stream.
+    :param asked: tables that the stream is asked to re-read.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class SparklessRun:
         self.process.start()
 
     def wait(self) -> int:
-        """Wait for its end: the exit code, negative for the signal that killed it."""
+        """Wait for its end and return the exit code, which is negative for the signal that killed it."""
         self.process.join(2 * SECONDS)
         assert self.process.exitcode is not None, f"the run did not end:\n{self._where()}"
         return self.process.exitcode
 
     def _where(self) -> str:
-        """Where it stands."""
+        """Return the current stacks of its threads."""
         if not self._stacks.exists() or self.process.pid is None:
             return "it has not begun"
         status = psutil.Process(self.process.pid).status()
@@ -81,17 +81,17 @@ class SparklessRun:
 
     @property
     def message(self) -> str:
-        """The error that ended it, if it could say so."""
+        """Return the message of the error that ended it, if it could leave one."""
         return self._log.read_text(encoding="utf-8")
 
     def await_pause(self) -> None:
-        """Wait until a failpoint has stopped it."""
+        """Wait until a failpoint has halted it."""
         assert self.process.pid is not None
         process = psutil.Process(self.process.pid)
         assert await_condition(lambda: process.status() == psutil.STATUS_STOPPED, SECONDS), "it was not paused"
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Continue after a halt."""
         assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGCONT)
 
@@ -100,7 +100,7 @@ def _main(
     file: str, failpoint: str | None, reread: Sequence[str], takeover: bool, asked: Sequence[str], log: str
 ) -> None:
     faulthandler.register(signal.SIGUSR1, os.open(_stacks_of(log), os.O_WRONLY | os.O_CREAT))
-    # How long others are waited for decides how long a test of a paused one takes.
+    # The time that others are waited for determines the duration of a test of a halted run.
     fence.COMMIT_SECONDS = mysql_session.COMMIT_SECONDS = provision_lock._WAIT_SECONDS = 0.5
     if failpoint is not None:
         os.environ[VARIABLE] = failpoint
@@ -108,7 +108,7 @@ def _main(
         _run(Pipeline.load(Path(file)), reread, takeover, asked)
     except CdcError as e:
         _end(log, f"{e.kind}: {e}")
-    except DRIVER_ERRORS as e:  # as the command line does with them
+    except DRIVER_ERRORS as e:  # as in the command line
         _end(log, f"{driver_failure(e, 'run')}")
     except BaseException:
         _end(log, traceback.format_exc())
@@ -116,12 +116,12 @@ def _main(
 
 
 def _stacks_of(log: str) -> Path:
-    """Where a run that is asked by a signal says where it stands."""
+    """Return the file to which a run writes the stacks of its threads when it receives a signal."""
     return Path(f"{log}.stacks")
 
 
 def _end(log: str, message: str) -> None:
-    """Leave a message and end at once: whatever a failpoint has left open stays so."""
+    """Leave a message and exit at once, so that everything that a failpoint has left open stays open."""
     Path(log).write_text(message, encoding="utf-8")
     os._exit(FAILED)
 
@@ -137,7 +137,7 @@ def _run(pipeline: Pipeline, reread: Sequence[str], takeover: bool, asked: Seque
     if reread:
         commands.resnapshot(pipeline, tables=reread, takeover=takeover)
     for label in asked:
-        requested_reads.request(pipeline, [label], None)
+        reread_requests.request(pipeline, [label], None)
     with connected(pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
         marker = emit_marker(source, "caught-up")
     apply_stream(pipeline, max(marker, existing_record(pipeline).high), takeover)

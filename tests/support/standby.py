@@ -1,4 +1,4 @@
-"""Commits that wait for a synchronous standby which does not exist: in the log, and not visible."""
+"""Commits that wait for a nonexistent synchronous standby: they are in the log, but not visible."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.support.databases import execute, query_rows
 from tests.support.patience import SECONDS
 
 WITHOUT_STANDBY = {"synchronous_standby_names": "nobody", "synchronous_commit": "local"}
-"""Settings of such a server: who wants to wait for the standby, waits."""
+"""Settings of such a server; sessions that request it wait for the standby."""
 
 
 @contextmanager
 def commits_that_wait(server: PostgresServer, *statements: str) -> Iterator[Callable[[], None]]:
-    """Sessions whose commits wait for the standby, one a statement; gives the function that lets them go."""
+    """Start sessions whose commits wait for the standby, one per statement, and yield a function that releases them."""
 
     def commit(statement: str) -> None:
         with psycopg.connect(server.dsn(), options="-c synchronous_commit=on") as connection:

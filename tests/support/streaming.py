@@ -1,4 +1,4 @@
-"""What the command ``stream`` does, without Spark, in a thread of the test."""
+"""The command ``stream`` without Spark, in a thread of the test."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.runs.progress import StreamProgress
@@ -19,7 +20,7 @@ SECONDS = 90.0
 
 
 class Streaming(threading.Thread):
-    """What the command ``stream`` does, in a thread: the run, and in it attempt after attempt."""
+    """The command ``stream`` in a thread: the run, and within it one attempt after another."""
 
     def __init__(self, pipeline: PipelineUnderTest) -> None:
         super().__init__(name="streaming", daemon=True)
@@ -38,6 +39,13 @@ class Streaming(threading.Thread):
         except BaseException as e:
             self.failure = e
 
+    @classmethod
+    def begun(cls, pipeline: PipelineUnderTest) -> Streaming:
+        """Return a stream that has reported its first heartbeat."""
+        made = cls(pipeline)
+        made.until(lambda: commands.status(pipeline.pipeline)["state"] == "streaming", "its heartbeat")
+        return made
+
     def _attempt(self, record: Record) -> None:
         self.attempts += 1
         assert self.run_ is not None
@@ -48,18 +56,18 @@ class Streaming(threading.Thread):
 
     @property
     def restart(self) -> dict[str, Any] | None:
-        """What the stream says while it waits."""
+        """Return what the stream reports while it waits."""
         return None if self.run_ is None else self.run_.progress.get("restart")
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for a state; what has ended the stream fails the test."""
+        """Wait for a state; if the stream has ended, its error fails the test."""
         found = await_condition(lambda: self.failure is not None or condition(), SECONDS)
         if self.failure is not None:
             raise self.failure
         assert found, f"{what} did not come: {self.restart}"
 
     def await_trouble(self, pattern: str) -> dict[str, Any]:
-        """Wait until the stream waits for the next attempt, because of an error whose message has the pattern."""
+        """Wait until the stream waits for the next attempt because of an error whose message matches the pattern."""
         seen: list[dict[str, Any]] = []
 
         def waits() -> bool:
@@ -75,7 +83,7 @@ class Streaming(threading.Thread):
         return seen[-1]
 
     def end(self) -> None:
-        """Stop as ``stop`` does, and raise what had ended the stream before."""
+        """Stop like the command ``stop``, and raise the error that ended the stream before, if any."""
         if self.run_ is not None:
             self.run_.ask_to_stop()
         self.join(SECONDS)

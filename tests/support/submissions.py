@@ -1,4 +1,4 @@
-"""Submissions for tests: a state, and jobs that are said to have been submitted."""
+"""Submissions for tests: a state, and jobs that are recorded as submitted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def state(tmp_path: Path) -> State:
 
 
 def submitted(state: State, part: str = "stream", **values: Any) -> Submission:
-    """A submission in the state."""
+    """Record a submission in the state."""
     new = replace(Submission.new("shop", part, [part]), **values)
     submission.write(state, new)
     return new
@@ -35,7 +35,7 @@ def beat(of: Submission | None, owner: Owner = HERE, at: float = 0.0, **progress
 
 
 def failing(method: Callable[..., Any], times: int) -> Callable[..., Any]:
-    """A method that fails as many times as a state that cannot be reached."""
+    """Return a method that fails as many times as a state that cannot be reached."""
     left = [StateUnwritable("out of reach", "Wait.")] * times
 
     def called(*arguments: Any) -> Any:

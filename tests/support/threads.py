@@ -1,4 +1,4 @@
-"""Threads that a test starts and stops, and whose failures it does not miss."""
+"""Threads that a test starts and stops, and whose failures it reports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from abc import abstractmethod
 
 
 class Stoppable(threading.Thread):
-    """Works until it is stopped, and keeps what has ended it before."""
+    """Works until it is stopped, and keeps the error that ended it before, if any."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
@@ -21,11 +21,11 @@ class Stoppable(threading.Thread):
     def run(self) -> None:
         try:
             self.work()
-        except BaseException as e:  # what pytest.fail() raises is no Exception
+        except BaseException as e:  # pytest.fail() raises a BaseException
             self.failure = e
 
     def stop(self) -> None:
-        """Wait until it has ended after what it is at; raise what has ended it before."""
+        """Wait until it has ended after its current step, and raise the error that ended it before, if any."""
         self._halt.set()
         self.join()
         if self.failure is not None:

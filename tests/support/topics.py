@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
+import io
 import json
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-import pytest
 from confluent_kafka import Producer
 
-from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.sources.kafka.settings import PACKAGE
-from local_servers.jars import JarsMissing, fetch
+from airflow_cdc_provider.engine import cli, commands
 from local_servers.kafka import KafkaServer
 from tests.conftest import Databases
 from tests.support.kafka_server import SECONDS, create_topic
-from tests.support.pipelines import SPARK_CONF, PipelineUnderTest
+from tests.support.pipelines import SPARK_CONF, Outcome, PipelineUnderTest
+from tests.support.spark_jars import KAFKA, require_jars
 
-_OF_SPARK = ("spark-sql-kafka", "spark-token-provider-kafka", "kafka-clients", "commons-pool2")
-
-
-def kafka_jars() -> str:
-    """The jars that Spark does not have, fetched if need be, as ``spark.jars`` takes them."""
-    try:
-        jars = fetch(PACKAGE)
-    except JarsMissing as e:
-        pytest.skip(e.message)
-    return ",".join(str(jar) for jar in jars if any(name in jar.name for name in _OF_SPARK))
+# Otherwise each start looks for packages in every Maven repository.
+SESSION_CONF = {**SPARK_CONF, "spark.jars.packages": "", "spark.log.level": "ERROR"}
 
 
 class TopicsPipeline(PipelineUnderTest):
-    """A pipeline over a topic of its own.
+    """A pipeline over its own topic.
 
-    :param source: further keys of the section.
+    :param source: further keys of the section ``source``.
     """
 
     def __init__(
@@ -46,6 +38,7 @@ class TopicsPipeline(PipelineUnderTest):
         partitions: int = 2,
         **source: Any,
     ) -> None:
+        require_jars(KAFKA)
         super().__init__(directory, databases, [])
         self.broker = broker
         self.topic = f"in-{uuid.uuid4().hex[:8]}"
@@ -58,12 +51,10 @@ class TopicsPipeline(PipelineUnderTest):
             "table": "public.t",
             **source,
         }
-        # Packages are looked for in every Maven repository at each start.
-        conf = {**SPARK_CONF, "spark.jars.packages": "", "spark.jars": kafka_jars(), "spark.log.level": "ERROR"}
-        self.change(spark={"conf": conf})
+        self.change(spark={"conf": SESSION_CONF})
 
     def send(self, *values: Mapping[str, Any] | bytes | None, topic: str | None = None) -> None:
-        """Write messages in their order; those with an ``id`` are keyed by it."""
+        """Write messages in order; those with an ``id`` use it as their key."""
         producer = Producer({"bootstrap.servers": self.broker.brokers, "linger.ms": 0})
         for value in values:
             key = str(value["id"]) if isinstance(value, Mapping) and "id" in value else None
@@ -72,14 +63,22 @@ class TopicsPipeline(PipelineUnderTest):
         assert producer.flush(SECONDS) == 0
 
     def catch_up(self) -> dict[str, Any]:
-        """What the command ``run`` does, in this process."""
+        """Do the work of the command ``run``, in this process."""
         return commands.run(self.pipeline)
 
+    def run_here(self, command: str, *options: str, code: int = 0) -> Outcome:
+        """Do as :meth:`run` does, but in this process."""
+        out, err = io.StringIO(), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(err):
+            ended = cli.main([command, "--pipeline", str(self.file), *options])
+        assert ended == code, f"{command} {options}: {out.getvalue()}\n{err.getvalue()}"
+        return Outcome(ended, out.getvalue(), err.getvalue())
+
     def offsets(self) -> dict[str, int]:
-        """Up to where the record says that the topic has been read."""
+        """Return the offsets up to which the record says that the topic has been read."""
         return dict(self.record.identity["offsets"][self.topic])
 
 
 def moments(seconds: Sequence[float]) -> list[str]:
-    """Times of one minute, as messages have them."""
+    """Return times within one minute, in the format of the messages."""
     return [f"2024-05-01T10:00:{second:06.3f}Z" for second in seconds]

@@ -16,7 +16,7 @@ SECONDS = "20 seconds"
 VISITS = "id STRING, at TIMESTAMP NOT NULL"
 
 
-# Identifiers are validated, and those of a window told once, when it is closed.
+# Identifiers are validated, and those of a window are emitted once, when it is closed.
 VALID = f"""
 SELECT id, window.start AS start, count(*) AS visits FROM messages
 WHERE id RLIKE '^[a-z]{{3}}[0-9]+$' GROUP BY id, window(at, '{SECONDS}')
@@ -28,7 +28,7 @@ class TopicsToTopic(TopicsPipeline):
 
     def __init__(self, *arguments: Any, **source: Any) -> None:
         super().__init__(*arguments, **source)
-        # Other than the pipeline's own name, no two tests have it.
+        # Unlike the pipeline's name, the topic's name is unique among tests.
         self.out = f"out-{uuid.uuid4().hex[:8]}"
         self.document["sink"] = {
             "type": "kafka",
@@ -40,6 +40,6 @@ class TopicsToTopic(TopicsPipeline):
         self.change()
 
     def received(self, committed: bool = True) -> list[dict[str, Any]]:
-        """The messages of the topic, as a consumer gets them."""
+        """Return the messages of the topic, as a consumer reads them."""
         found = consumed(Cluster(self.broker.brokers), f"{self.out}.t", committed)
         return [json.loads(message.value or b"") for message in found]

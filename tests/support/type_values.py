@@ -22,7 +22,7 @@ DIGITS = "1234567890" * 100
 TIMES = ["infinity", "-infinity", "0044-03-15 BC", "2000-02-29"]
 
 
-# By the type as SQL: what its input function takes. On every version unless VERSIONS says otherwise.
+# By type in SQL: inputs that its input function accepts, on every version unless VERSIONS differs.
 VALUES: dict[str, Sequence[str]] = {
     "bool": ["t", "f"],
     "int2": ["-32768", "32767"],

@@ -1,4 +1,4 @@
-"""Triggers driven in the test's process, as a triggerer drives them: several in one event loop."""
+"""Runs triggers in the test's process like a triggerer does: several in one event loop."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ SECONDS = 60.0
 
 
 def again(trigger: BaseTrigger) -> Any:
-    """The trigger that a triggerer makes of what was stored of one."""
+    """Return the trigger that a triggerer would restore from its stored form."""
     path, kwargs = trigger.serialize()
     assert path == f"{type(trigger).__module__}.{type(trigger).__name__}"
     return type(trigger)(**kwargs)
 
 
 def expectation(kind: str, **kwargs: Any) -> ExpectationTrigger:
-    """A trigger that looks often, and is what a triggerer makes of it."""
+    """Return a trigger that checks often, restored as in a triggerer."""
     made: ExpectationTrigger = again(ExpectationTrigger(kind=kind, **{"interval": 0.2, "timeout": SECONDS} | kwargs))
     return made
 
 
 async def first(events: AsyncIterator[TriggerEvent]) -> TriggerEvent:
-    """The first event."""
+    """Return the first event."""
     return await asyncio.wait_for(anext(events), SECONDS)
 
 
 async def outcome(trigger: BaseTrigger) -> Any:
-    """The payload of the only event of a sensor's trigger."""
+    """Return the payload of the only event of a sensor's trigger."""
     events = [event async for event in trigger.run()]
     assert len(events) == 1
     return events[0].payload
@@ -45,13 +45,13 @@ def run(trigger: BaseTrigger) -> Any:
 
 
 def make_slot(dsn: str, name: str) -> None:
-    """Make a slot, as ``provision`` does."""
+    """Make a slot like ``provision`` does."""
     with psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", [name])
 
 
 def move_slot(dsn: str, name: str) -> None:
-    """Move both positions of a slot, as a stream that acknowledges does."""
+    """Move both positions of a slot, like a stream that acknowledges."""
     with psycopg.connect(dsn, autocommit=True) as connection:
         for _ in range(3):
             connection.execute("SELECT pg_log_standby_snapshot()")
@@ -60,7 +60,7 @@ def move_slot(dsn: str, name: str) -> None:
 
 
 def lose_slot(dsn: str) -> None:
-    """Write log until a server made for it (``LOSING``) has given its slots up."""
+    """Write log until a server with the settings ``LOSING`` has invalidated its slots."""
     with psycopg.connect(dsn, autocommit=True) as connection:
         for _ in range(4):
             connection.execute("SELECT pg_logical_emit_message(false, 'test', 'x'), pg_switch_wal()")
@@ -68,4 +68,4 @@ def lose_slot(dsn: str) -> None:
 
 
 LOSING = {"max_slot_wal_keep_size": "1MB", "min_wal_size": "32MB", "max_wal_size": "32MB"}
-"""Settings of a server that gives slots up soon."""
+"""Settings of a server that invalidates slots soon."""

@@ -1,6 +1,6 @@
-"""The torture checker: random tables and writers, a real pipeline, a nemesis, and the checks of what must hold.
+"""The torture tests: random tables and writers, a real pipeline, a nemesis, and the checks of the invariants.
 
-``python -m tests.torture SECONDS SEED``, or ``make torture``. All that is random comes from the seed, each component
-and each writer with a generator of its own, so that a failing seed replays: the same tables, the same transactions in
-the same order within a writer, the same steps of the nemesis. Only how they interleave is up to the machine.
+Run them with ``python -m tests.torture SECONDS SEED``, or ``make torture``. The seed determines everything random; each
+component and each writer has its own generator. So a failing seed replays: the same tables, the same transactions in
+the same order within a writer, the same steps of the nemesis. Only the interleaving depends on the machine.
 """

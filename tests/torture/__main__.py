@@ -1,4 +1,4 @@
-"""``python -m tests.torture``: torture a pipeline, print what happens and what it came to."""
+"""``python -m tests.torture``: torture a pipeline, print events, and print the result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.torture.ordeal import Report, mode_of, torture
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Torture, and return 0 if nothing was wrong."""
+    """Torture a pipeline, and return 0 if nothing was wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.torture", description=__doc__)
     parser.add_argument("--seconds", type=float, default=120.0, help="of writers and nemesis")
     parser.add_argument("--seed", type=int, default=1)

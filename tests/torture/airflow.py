@@ -26,7 +26,7 @@ DAG = "torture"
 _DAGS = Path(__file__).parent / "dags"
 _PIPELINE = "TORTURED_PIPELINE"
 _SETTINGS = {
-    # A task whose supervisor is gone is missed soon.
+    # Notice a task without a supervisor soon.
     "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT": "20",
     "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT_DETECTION_INTERVAL": "2",
     "AIRFLOW__WORKERS__MIN_HEARTBEAT_INTERVAL": "2",
@@ -37,9 +37,9 @@ _SETTINGS = {
 
 
 class Airflow:
-    """Runs of the Dag in :file:`dags`, for one pipeline; the processes are started when a run first needs them.
+    """Runs of the Dag in :file:`dags`, for one pipeline; the processes start when a run first needs them.
 
-    :param file: of the pipeline; what tasks say about themselves stands beside it.
+    :param file: the pipeline file; reports of tasks are next to it.
     """
 
     def __init__(self, file: Path) -> None:
@@ -48,18 +48,18 @@ class Airflow:
         self._started = False
 
     def start(self) -> None:
-        """Start Airflow; does nothing if it runs."""
+        """Start Airflow, unless it is running."""
         if not self._started:
             self.stack.start()
             self._started = True
 
     def stop(self) -> None:
-        """End Airflow, if it runs."""
+        """Stop Airflow, if it is running."""
         if self._started:
             self.stack.stop()
 
     def trigger(self) -> DagRun:
-        """Begin a run."""
+        """Start a run."""
         return DagRun(self, self.stack.client.trigger(DAG))
 
 
@@ -74,35 +74,35 @@ class DagRun:
 
     @property
     def running(self) -> bool:
-        """Whether Airflow has not ended the run yet."""
+        """Return whether Airflow has not ended the run yet."""
         return self._state not in FINAL_STATES
 
     @property
     def _state(self) -> str:
-        """Asked once a second, since a server that is asked more often has no time for anything else."""
+        """Request the state once a second, because more frequent requests overload the server."""
         if self._known[1] not in FINAL_STATES and time.monotonic() - self._known[0] > 1:
             with contextlib.suppress(httpx.TransportError):
                 self._known = time.monotonic(), self._airflow.stack.client.run_state(DAG, self._run_id)
         return self._known[1]
 
     def said(self) -> list[dict[str, Any]]:
-        """What tasks have said: their starts and errors."""
+        """Return the reports of tasks: their starts and errors."""
         lines = self._file.read_text(encoding="utf-8").splitlines() if self._file.exists() else []
         return [json.loads(line) for line in lines]
 
     @property
     def tries(self) -> int:
-        """How often tasks have been started."""
+        """Return how often tasks have been started."""
         return sum("task" in line for line in self.said())
 
     def parts(self) -> Iterator[tuple[str, psutil.Process]]:
-        """Its living processes with what they are: ``task``, ``supervisor``, and those of :func:`part_of`."""
+        """Return its living processes with their kinds: ``task``, ``supervisor``, and those of :func:`part_of`."""
         for line in self.said():
             with contextlib.suppress(psutil.Error, KeyError):
                 task, supervisor = map(psutil.Process, line["pids"])
-                if task.create_time() == line["born"] and task.status() != psutil.STATUS_ZOMBIE:  # no other of its id
+                if task.create_time() == line["born"] and task.status() != psutil.STATUS_ZOMBIE:  # not another process
                     yield "task", task
-                    if task.ppid() == supervisor.pid:  # it goes on to other tasks
+                    if task.ppid() == supervisor.pid:  # it continues with other tasks
                         yield "supervisor", supervisor
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -111,11 +111,11 @@ class DagRun:
                     yield part, process
 
     def processes(self) -> list[psutil.Process]:
-        """The same without saying what they are."""
+        """Return its living processes without their kinds."""
         return [process for _, process in self.parts()]
 
     def kill(self) -> None:
-        """Kill tasks, their supervisors and jobs; Airflow tries again what it has not given up."""
+        """Kill tasks, their supervisors and jobs; Airflow retries them if tries are left."""
 
         def dead() -> bool:
             family = self.processes()
@@ -127,18 +127,18 @@ class DagRun:
         assert await_condition(dead, SECONDS), f"{self.title} cannot be killed"
 
     def wait(self, seconds: float = SECONDS) -> Outcome:
-        """Wait for its end; one that takes too long fails the test."""
+        """Wait for its end; if it takes too long, the test fails."""
         if not await_condition(lambda: not self.running, seconds, interval=0.5):
             pytest.fail(f"{self.title} did not end within {seconds:g} seconds:\n{self.output()}")
         return self.outcome()
 
     def outcome(self) -> Outcome:
-        """What commands leave behind: 0 or 1, and a line of JSON for each error that has failed a task."""
+        """Return an outcome like that of a command: 0 or 1, and a line of JSON per error that has failed a task."""
         errors = [json.dumps({"error": line["error"]}) for line in self.said() if "error" in line]
         return Outcome(int(self._state != "success"), "\n".join(errors), self.output())
 
     def output(self) -> str:
-        """Attempts, and the ends of the logs of failed ones."""
+        """Return attempts, and the ends of the logs of failed ones."""
         client = self._airflow.stack.client
         states = [
             (task["task_id"], task["state"], task["try_number"]) for task in client.task_states(DAG, self._run_id)
@@ -147,7 +147,7 @@ class DagRun:
 
 
 def part_of(line: Sequence[str]) -> str:
-    """What a process of a pipeline is: ``keeper``, ``guard``, ``driver``, ``jvm``, ``worker``, ``reader``.
+    """Return the kind of a process of a pipeline: ``keeper``, ``guard``, ``driver``, ``jvm``, ``worker``, ``reader``.
 
     :param line: its command line.
     """

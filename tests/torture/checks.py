@@ -1,4 +1,4 @@
-"""What must hold, as functions of a history: each returns what is wrong, nothing if all is well."""
+"""Invariants as functions of a history: each returns the violations, or nothing if there are none."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SHOWN = 5
 
 
 def violations(history: History, mode: str, total: int) -> list[str]:
-    """Everything that is wrong with a finished run.
+    """Return all violations of a finished run.
 
     :param mode: ``mirror`` or ``changelog``.
-    :param total: what all accounts have together, always.
+    :param total: the sum over all accounts, which never changes.
     """
     if mode == "mirror":
         return [*totals(history.sights, total), *prefixes(history.transactions, history.sights)]
@@ -29,7 +29,7 @@ def violations(history: History, mode: str, total: int) -> list[str]:
 
 
 def totals(sights: Iterable[Sight], total: int) -> list[str]:
-    """Every reader of the consistent mirror sees the same total: transfers are seen whole or not at all."""
+    """Return violations of the constant total: readers of a consistent mirror see whole transfers or nothing."""
     wrong = [s for s in sights if s.consistent and s.total != total]
     return [
         f"at applied {format_lsn(s.applied)} a reader saw accounts of {s.total}, not {total}" for s in wrong[:_SHOWN]
@@ -37,7 +37,7 @@ def totals(sights: Iterable[Sight], total: int) -> list[str]:
 
 
 class Replay:
-    """The source's state as transactions are committed, as the number of rows and the sum of their digests."""
+    """The source's state after each transaction, as the number of rows and the sum of their digests."""
 
     def __init__(self) -> None:
         self._rows: dict[str, dict[str, int]] = {}
@@ -61,7 +61,7 @@ class Replay:
 
 
 def prefixes(transactions: Sequence[Transaction], sights: Iterable[Sight]) -> list[str]:
-    """Every reader of the consistent mirror sees the source after a prefix of its commits, up to the applied LSN."""
+    """Return violations of prefixes: readers of a consistent mirror see the source as of the applied LSN."""
     wrong, replay, following = [], Replay(), iter(transactions)
     upcoming = next(following, None)
     for sight in sorted((s for s in sights if s.consistent), key=lambda s: s.applied):
@@ -79,14 +79,14 @@ def prefixes(transactions: Sequence[Transaction], sights: Iterable[Sight]) -> li
 
 
 class Versions:
-    """The highest version of each row that a reader has seen, and which rows have gone since."""
+    """The highest version of each row that a reader has seen, and the rows that have disappeared since."""
 
     def __init__(self) -> None:
         self._highest: dict[str, dict[int, int]] = {}
         self._gone: dict[str, set[int]] = {}
 
     def see(self, table: str, rows: Mapping[int, int]) -> list[str]:
-        """Compare what a reader sees now, version by row, with all that it has seen before."""
+        """Compare the rows that a reader sees now, by version, with everything that it has seen before."""
         highest, gone = self._highest.setdefault(table, {}), self._gone.setdefault(table, set())
         wrong = []
         for n, version in rows.items():
@@ -102,7 +102,7 @@ class Versions:
 
 
 def acknowledged_early(slot: int, applied: int) -> list[str]:
-    """The slot, looked at first, has not been acknowledged beyond what the sink has applied."""
+    """Return a violation if the slot, read first, is acknowledged beyond the sink's applied LSN."""
     if slot <= applied:
         return []
     return [f"the slot is at {format_lsn(slot)}, the sink has applied only {format_lsn(applied)}"]
@@ -114,7 +114,7 @@ def acknowledged_early(slot: int, applied: int) -> list[str]:
 def expected_entries(
     transactions: Sequence[Transaction], readings: Sequence[Reading], gaps: Sequence[Gap]
 ) -> list[tuple[object, ...]]:
-    """What a changelog must hold besides the rows that were read: changes that no read contains, in order."""
+    """Return the entries that a changelog must hold in addition to read rows: changes in no read, in order."""
     by_table: dict[str, list[Reading]] = {}
     for reading in readings:
         by_table.setdefault(reading.table, []).append(reading)
@@ -122,8 +122,8 @@ def expected_entries(
     slot = min((reading.applied for reading in readings), default=0)
     for transaction in transactions:
         if transaction.end <= slot or any(gap.start < transaction.end <= gap.end for gap in gaps):
-            continue  # before the slot, or before it was made anew: never streamed, and in every read since
-        # A read that came after the transaction had been applied contains it too, but found it in the changelog.
+            continue  # before the slot, or before it was recreated: never streamed, and contained in every read since
+        # A read after the transaction was applied also contains it, but finds it in the changelog.
         seeing = {
             table: [r for r in of_table if r.applied < transaction.end and r.sees(transaction)]
             for table, of_table in by_table.items()
@@ -148,7 +148,7 @@ def expected_entries(
 def exactly_once(
     transactions: Sequence[Transaction], readings: Sequence[Reading], gaps: Sequence[Gap], entries: Sequence[Entry]
 ) -> list[str]:
-    """Each committed change stands in the changelog once, as it was, those of a transaction together and in order."""
+    """Return violations of exactly once: each change occurs once, unchanged and in order, within its transaction."""
     expected = expected_entries(transactions, readings, gaps)
     found: list[tuple[object, ...]] = [
         (e.xid, e.commit, e.table, e.op, e.key, e.version) for e in sorted(entries, key=lambda e: (e.commit, e.seq))
@@ -163,7 +163,7 @@ def exactly_once(
 
 
 def whole_transactions(entries: Iterable[Entry]) -> list[str]:
-    """One commit LSN is one transaction."""
+    """Return violations of the rule that one commit LSN belongs to one transaction."""
     xids: dict[int, set[int]] = {}
     for entry in entries:
         xids.setdefault(entry.commit, set()).add(entry.xid)
@@ -173,7 +173,7 @@ def whole_transactions(entries: Iterable[Entry]) -> list[str]:
 
 
 def growing(entries: Iterable[Entry], sights: Iterable[Sight]) -> list[str]:
-    """Every reader of a changelog saw exactly the changes up to the applied LSN."""
+    """Return violations of growth: readers of a changelog see exactly the changes up to the applied LSN."""
     commits: dict[str, list[int]] = {}
     for entry in entries:
         commits.setdefault(entry.table, []).append(entry.commit)
@@ -191,7 +191,7 @@ def growing(entries: Iterable[Entry], sights: Iterable[Sight]) -> list[str]:
 
 
 def copied_once(readings: Iterable[Reading], snapshot_rows: Mapping[str, int]) -> list[str]:
-    """The rows that were read stand in the changelog as often as they were read."""
+    """Return violations of copies: rows that were read are in the changelog as often as they were read."""
     due = Counter[str]()
     for reading in readings:
         due[reading.table] += reading.rows

@@ -1,4 +1,4 @@
-"""The pipeline under torture: ``run``, then ``stream``, started again whenever it ends."""
+"""The pipeline under torture: ``run``, then ``stream``, restarted whenever it ends."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.torture.airflow import Airflow, DagRun, part_of
 
 _SECONDS = 0.1
 END_SECONDS = 600.0
-"""How long the end of a run is waited for, that another has fenced, or that has fenced the other and catches up."""
-# What may end a job whose processes, servers and connections are cut; all are tried again.
+"""Seconds to wait for the end of a run that was fenced, or that has fenced another and catches up."""
+# Errors that may end a job whose processes, servers and connections are cut; all of them are retried.
 _RETRYABLE = {
     "ConnectionFailed",
     "StreamFailed",
@@ -37,16 +37,16 @@ _RETRYABLE = {
     "StagingLost",
 }
 _LEFT_BEHIND = re.compile(r"on timeline \d+.*`airflow-cdc resnapshot --all`", re.DOTALL)
-# What a job says that was robbed of a process: nothing, or that its JVM has gone before it was up.
+# Errors of a job that has lost a process: none, or that its JVM has ended during its start.
 _KILLED = ("exit", "SparkUnusable")
 
 
 @dataclass
 class Job:
-    """A start of the pipeline.
+    """One start of the pipeline.
 
-    :param name: of its command.
-    :param expected: beginnings of the kinds of errors that are nothing wrong for it.
+    :param name: name of its command.
+    :param expected: prefixes of the kinds of errors that are acceptable for it.
     """
 
     name: str
@@ -55,15 +55,15 @@ class Job:
 
     @property
     def task(self) -> bool:
-        """Whether tasks of Airflow run it."""
+        """Return whether tasks of Airflow run it."""
         return isinstance(self.command, DagRun)
 
     def processes(self, part: str) -> list[psutil.Process]:
-        """Its processes of one kind: those of :func:`.airflow.part_of`, and for a task ``task`` and ``supervisor``."""
+        """Return its processes of one kind: of :func:`.airflow.part_of`, and for a task ``task`` and ``supervisor``."""
         return [process for found, process in self.parts() if found == part]
 
     def parts(self) -> Iterator[tuple[str, psutil.Process]]:
-        """All its processes with their kinds."""
+        """Return all its processes with their kinds."""
         if isinstance(self.command, DagRun):
             yield from self.command.parts()
             return
@@ -74,11 +74,11 @@ class Job:
 
 
 class Driver(Stoppable):
-    """Keeps the pipeline going.
+    """Keeps the pipeline running.
 
-    :param airflow: runs it if it shall be run by tasks.
+    :param airflow: runs the pipeline when tasks are to run it.
     :param starting_over: set while the slot may be newer than the sink's record.
-    :param say: told of each start and end.
+    :param say: called at each start and end.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class Driver(Stoppable):
         self.ends = Counter[str]()
         self.wrong: list[str] = []
         self.last = "no job has ended"
-        """How the last job ended that did not end well, for a pipeline that does not get on."""
+        """The end of the last job that did not succeed, for a pipeline that makes no progress."""
 
     @property
     def job(self) -> Job | None:
-        """What runs at the moment."""
+        """Return the current job."""
         return self._job
 
     def work(self) -> None:
@@ -118,25 +118,25 @@ class Driver(Stoppable):
                 self._keep_going()
 
     def processes(self, part: str) -> list[psutil.Process]:
-        """Processes of the job at hand, see :meth:`Job.processes`; none if it has ended."""
+        """Return the processes of the current job, see :meth:`Job.processes`; none if it has ended."""
         job = self._job
         return job.processes(part) if job is not None and job.command.running else []
 
-    # -- what the nemesis may do ---------------------------------------------------------------------
+    # -- actions of the nemesis ----------------------------------------------------------------------
 
     def expect_kill(self) -> None:
-        """The job at hand is about to be robbed of a process."""
+        """Expect errors, because a process of the current job is about to be killed."""
         if self._job is not None:
             self._job.expected.update(_KILLED)
 
     def expect_stop(self) -> None:
-        """The job at hand is about to be asked to stop; tasks that follow a stopped snapshot refuse to stream."""
+        """Expect the current job to be asked to stop; tasks that follow a stopped snapshot refuse to stream."""
         if self._job is not None and self._job.task:
             self._job.expected.add("GateClosed")
 
     @contextmanager
     def rival(self) -> Iterator[None]:
-        """Another run is at work in the block, and may fence a job that has no heartbeat yet."""
+        """Let another run work during the block, which may fence a job that has no heartbeat yet."""
         with self._lock:
             self._rivals += 1
             if self._job is not None:
@@ -147,25 +147,25 @@ class Driver(Stoppable):
             self._rivals -= 1
 
     def kill(self) -> None:
-        """Kill all processes of the job at hand."""
+        """Kill all processes of the current job."""
         with self._lock:
             self.expect_kill()
             if self._job is not None:
                 self._job.command.kill()
 
     def take_over(self) -> None:
-        """Let another run take the pipeline over; the one at hand has to end."""
+        """Let another run take the pipeline over; the current run has to end."""
         with self._lock:
             self._replace("Fenced", takeover=True)
 
     def start_over(self) -> None:
-        """Make slot and publication anew and read everything again, beside the job at hand, which has to end."""
+        """Recreate slot and publication and re-read everything while the current job is running, which has to end."""
         with self._lock:
             self._all_next = True
             self._replace("Fenced", "GateClosed", takeover=True)  # it may miss the slot before it sees the epoch
 
     def source_moves(self) -> None:
-        """A standby takes the place of the source; a pipeline that it cannot continue is started over."""
+        """Replace the source by a standby; if the pipeline cannot continue, it is started over."""
         self._source_moved = True
 
     def become_task(self) -> None:
@@ -178,12 +178,12 @@ class Driver(Stoppable):
                 self._task_next = True
 
     def beats(self) -> bool:
-        """Whether the job at hand has let its heart beat."""
+        """Return whether the current job has sent a heartbeat."""
         drivers = {process.pid for process in self.processes("driver")}
         return any(beat.owner.pid in drivers for beat in read_heartbeats(State(self._pipeline.pipeline.state)))
 
     def kill_task(self, part: str) -> bool:
-        """Kill an Airflow task, or its supervisor, but not its job, to which Airflow's next try comes back.
+        """Kill an Airflow task, or its supervisor, but not its job, which Airflow's next try finds again.
 
         :param part: ``task`` or ``supervisor``.
         :returns: whether there was one.
@@ -204,7 +204,7 @@ class Driver(Stoppable):
         return bool(killed)
 
     def end(self) -> None:
-        """Let the job at hand end in peace, and start no other."""
+        """Let the current job end normally, and start no other."""
         self.stop()
         if self._job is None or not self._job.command.running:
             return
@@ -212,7 +212,7 @@ class Driver(Stoppable):
         if isinstance(command, DagRun):
 
             def ended() -> bool:
-                """Asked again, since an attempt that fails instead does not tell the next that it should stop."""
+                """Request the end repeatedly, because an attempt that fails does not pass the request to the next."""
                 self._pipeline.start("stop").wait(END_SECONDS)
                 return not command.running
 
@@ -233,7 +233,7 @@ class Driver(Stoppable):
         self._start()
 
     def _replace(self, *expected: str, takeover: bool) -> None:
-        """Start another job beside the one at hand, which has to end by itself, and all its processes with it."""
+        """Start another job while the current one is running; that one has to end with all its processes."""
         old = self._job
         self._start(takeover)
         if old is None:
@@ -242,7 +242,7 @@ class Driver(Stoppable):
         new = self._job
         assert new is not None
         await_condition(lambda: not (old.command.running and new.command.running), END_SECONDS, interval=0.5)
-        if old.task and old.command.running:  # Airflow tries again, and the other has failed before that
+        if old.task and old.command.running:  # Airflow retries, and the other run has failed before that
             self._job = old
             self._ended(new, new.command.outcome())
             return
@@ -290,19 +290,19 @@ class Driver(Stoppable):
         if end == "done":
             # A run that was stopped in its snapshot has not streamed.
             self._copied |= job.name != "resnapshot" and '"stream": null' not in outcome.stdout
-        if self._job is None and end == "done":  # else another has begun meanwhile
+        if self._job is None and end == "done":  # otherwise another run has started meanwhile
             self._starting_over.clear()
         elif self._job is None and end == "GateClosed":
-            self._all_next = True  # the repair that is named, also where one broke off between slot and record
+            self._all_next = True  # the repair that is named, also when one broke off between slot and record
 
     def _is_left_behind(self, error: Mapping[str, str]) -> bool:
-        """Whether a failover has cost what the pipeline needs, and the repair is named."""
+        """Return whether a failover has destroyed what the pipeline needs, and the repair is named."""
         found = _LEFT_BEHIND.search(f"{error['message']} {error['solution']}")
         return self._source_moved and error["kind"] == "GateClosed" and bool(found)
 
 
 def _errors(outcome: Outcome) -> list[dict[str, str]]:
-    """The errors that a command, or the tasks of a Dag run, have printed."""
+    """Return the errors that a command, or the tasks of a Dag run, have printed."""
     errors = []
     for line in outcome.stdout.splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -311,7 +311,7 @@ def _errors(outcome: Outcome) -> list[dict[str, str]]:
 
 
 def _lonely(job: Job) -> bool:
-    """Whether no two of its drivers do the same."""
+    """Return whether no two of its drivers do the same work."""
     lines = []
     for process in job.processes("driver"):
         with contextlib.suppress(psutil.Error):

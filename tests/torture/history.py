@@ -1,6 +1,6 @@
-"""What happened: the source's transactions in commit order, the pipeline's reads, and what observers saw.
+"""The history of a run: the source's transactions in commit order, the pipeline's reads, and observations.
 
-Plain data, so that the checks can be run over a history that has been tampered with.
+It is plain data, so that the checks can run over a manipulated history.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.torture.schema import SPACE, Table
 
 @dataclass(frozen=True)
 class Change:
-    """A row change, or a truncate, as a trigger saw it."""
+    """A row change, or a truncate, as a trigger recorded it."""
 
     table: str
     op: str
@@ -36,8 +36,8 @@ class Change:
 class Transaction:
     """A committed transaction.
 
-    :param commit: LSN of its commit record, by which changelogs name it.
-    :param end: LSN after it, by which positions are counted.
+    :param commit: LSN of its commit record, which changelogs contain.
+    :param end: LSN after it, in which positions are measured.
     """
 
     xid: int
@@ -51,9 +51,9 @@ class Reading:
     """A chunk or re-read that the sink has committed.
 
     :param applied: the sink's applied LSN at that moment.
-    :param left: where the log of the timeline was left that it was read from; ``None`` if it has not been.
+    :param left: where its timeline's log was left; ``None`` if it has not been left.
     :param numbers: row numbers whose keys it covers; ``None`` for all.
-    :param keys: texts of the keys it covers, for a re-read by key.
+    :param keys: texts of the keys that it covers, for a re-read by key.
     """
 
     table: str
@@ -70,7 +70,7 @@ class Reading:
         return self.numbers is None or n in self.numbers
 
     def sees(self, transaction: Transaction) -> bool:
-        """Whether the read's MVCC snapshot sees a transaction; on another timeline ids are given out again."""
+        """Return whether the read's MVCC snapshot sees a transaction; another timeline assigns the same ids again."""
         if self.left is not None and transaction.end > self.left:
             return False
         xid = transaction.xid
@@ -82,7 +82,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Gap:
-    """Transactions that end beyond ``start`` and not beyond ``end`` were never streamed: the slot was made anew."""
+    """Transactions that end after ``start`` and up to ``end``, never streamed because the slot was recreated."""
 
     start: int
     end: int
@@ -90,13 +90,13 @@ class Gap:
 
 @dataclass(frozen=True)
 class Sight:
-    """What a reader of the target saw in one snapshot.
+    """The contents of the target that a reader saw in one snapshot.
 
-    :param applied: the applied LSN that it saw there.
-    :param consistent: whether the record there said that the mirror is a state of the source.
-    :param tables: for each table of a mirror the number of its rows and the sum of their digests; of a changelog the
+    :param applied: applied LSN in that snapshot.
+    :param consistent: whether the record there called the mirror a state of the source.
+    :param tables: for each table of a mirror the number of its rows and the sum of their digests; for a changelog the
         number of changes.
-    :param total: the sum over all accounts; ``None`` for a changelog.
+    :param total: sum over all accounts; ``None`` for a changelog.
     """
 
     applied: int
@@ -109,7 +109,7 @@ class Sight:
 class Entry:
     """A change in a changelog table.
 
-    :param version: of the row, which stands for the values of this very change; ``None`` where there is no new row.
+    :param version: version of the row, which stands for the values of this change; ``None`` if there is no new row.
     """
 
     table: str
@@ -123,7 +123,7 @@ class Entry:
 
 @dataclass
 class History:
-    """All of it."""
+    """The whole history."""
 
     transactions: list[Transaction] = field(default_factory=list)
     readings: list[Reading] = field(default_factory=list)
@@ -134,14 +134,14 @@ class History:
 
 
 class Truth:
-    """The order of commits, from a slot of our own on the audit trail."""
+    """The order of commits, from a separate slot on the audit trail."""
 
     def __init__(self, dsn: str) -> None:
         self._dsn = dsn
         self._commits: dict[int, tuple[int, int]] = {}
 
     def advance(self) -> None:
-        """Take note of what has been committed by now."""
+        """Record all commits so far."""
         query = (
             "SELECT data FROM pg_logical_slot_get_binary_changes('torture_truth', NULL, NULL,"
             " 'proto_version', '1', 'publication_names', 'torture_truth')"
@@ -156,7 +156,7 @@ class Truth:
                     self._commits[commit] = (xid, end)
 
     def transactions(self) -> list[Transaction]:
-        """All transactions in commit order, with their changes."""
+        """Return all transactions in commit order, with their changes."""
         self.advance()
         changes: dict[int, list[Change]] = {}
         full: dict[int, int] = {}
@@ -173,7 +173,7 @@ class Truth:
         return [Transaction(full[xid], commit, end, tuple(changes[full[xid]])) for commit, (xid, end) in ordered]
 
 
-# The pipeline's own entries about reads come and go; this keeps them all, whatever the pipeline's role may do.
+# The pipeline removes its entries about reads; this keeps them all, whatever the pipeline's role may do.
 TARGET_SETUP = (
     "CREATE SCHEMA torture",
     """
@@ -200,7 +200,7 @@ BEGIN
     );
     RETURN NULL;
 END $$""",
-    # Units change the applied LSN, too; who starts over plans chunks in the same transaction.
+    # Units also change the applied LSN; starting over plans chunks in the same transaction.
     """
 CREATE FUNCTION torture.watch() RETURNS event_trigger LANGUAGE plpgsql SECURITY DEFINER AS $$
 BEGIN
@@ -218,7 +218,7 @@ END $$""",
 
 
 def readings(source: str, target: str, tables: list[Table], left: Mapping[int, int]) -> list[Reading]:
-    """The pipeline's reads, with the rows that each covers: the source is asked, as only it can compare keys.
+    """Return the pipeline's reads with the rows that each covers; only the source can compare keys.
 
     :param left: where the log of each earlier timeline was left.
     """
@@ -243,9 +243,9 @@ def readings(source: str, target: str, tables: list[Table], left: Mapping[int, i
 
 
 def gaps(target: str) -> list[Gap]:
-    """What was left out when the pipeline was started over; twice without anything between is one gap.
+    """Return the gaps from each time that the pipeline was started over; two without a change in between are one.
 
-    A second one that follows a failover may end before the first has, on the timeline that was left.
+    After a failover, a second gap may end before the first one, on the timeline that was left.
     """
     query = "SELECT (start_lsn - '0/0')::bigint, (end_lsn - '0/0')::bigint FROM torture.gaps ORDER BY n"
     found: list[Gap] = []
@@ -257,7 +257,7 @@ def gaps(target: str) -> list[Gap]:
 
 
 def _numbers(source: psycopg.Connection[Any], table: Table, chunk: Chunk) -> frozenset[int]:
-    """The row numbers whose keys lie in a chunk."""
+    """Return the row numbers whose keys are in a chunk."""
     key, kinds = table.key, [kind for _, kind in table.key.columns]
     conditions = []
     for operator, bound in ((">=", chunk.lower), ("<", chunk.upper)):

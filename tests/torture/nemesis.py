@@ -1,4 +1,4 @@
-"""The nemesis: what breaks processes, servers, connections and files, step by step as the seed says."""
+"""The nemesis: breaks processes, servers, connections and files, in the steps that the seed determines."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from tests.torture.source import Source
 _T = TypeVar("_T")
 
 _PATIENCE = 20.0
-"""Seconds that a step waits for progress at most: a pipeline that makes none may need the next step."""
+"""Seconds that a step waits for progress at most, because a pipeline without progress may need the next step."""
 _CALM = 20
-"""Marks of progress after which a pipeline has been left alone for a while, so that it gets as far as a stream."""
+"""Marks of progress after which a pipeline is left alone for a while, so that it reaches its stream."""
 _SLOT_SECONDS = 240.0
-"""Seconds in which a stream has acknowledged so much that its slot comes to a standby, even on a slow machine."""
+"""Seconds in which a stream acknowledges enough for its slot to reach a standby, even on a slow machine."""
 _TASK_SECONDS = 90.0
-"""Seconds in which a task of Airflow has come as far as Spark, even on a slow machine."""
+"""Seconds in which a task of Airflow reaches Spark, even on a slow machine."""
 _HALTS = (0.5, 3.0, 7.0, STALE_SECONDS + 5)
-"""Seconds: short, about as long as a server waits for an answer, longer, and until a heartbeat is taken for dead."""
-# Those that a pipeline passes by itself, again and again.
+"""Seconds: short, about a server's timeout for an answer, longer, and until a heartbeat counts as dead."""
+# Failpoints that a pipeline passes repeatedly without further action.
 _FAILPOINTS = r'failpoint\("((?:before|after|in)-(?:chunk|batch|spark|epoch|acknowledgement|ledger)[a-z-]*)"\)'
 
 
@@ -52,10 +52,10 @@ _FAILPOINTS = r'failpoint\("((?:before|after|in)-(?:chunk|batch|spark|epoch|ackn
 class Step:
     """A step of the schedule.
 
-    :param marks: how often the pipeline must be seen to have got on before.
+    :param marks: number of signs of progress to wait for first.
     :param delay: seconds to wait then.
-    :param seconds: how long what is stopped stays stopped.
-    :param pick: chooses among the things that the action can concern.
+    :param seconds: duration for which a halted process stays halted.
+    :param pick: chooses among the possible targets of the action.
     """
 
     action: str
@@ -101,7 +101,7 @@ ACTIONS = {
 
 
 def schedule(seed: int) -> Iterator[Step]:
-    """The steps of a seed, without an end: each action once, in random order, then by their weights."""
+    """Yield the endless steps of a seed: each action once, in random order, then by weights."""
     chance = random.Random(f"{seed}/nemesis")
     names = list(ACTIONS)
     first = chance.sample(names, len(names))
@@ -118,7 +118,7 @@ def schedule(seed: int) -> Iterator[Step]:
 class Nemesis(Stoppable):
     """Carries out the schedule, until stopped.
 
-    :param say: told of each step.
+    :param say: called with each step.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Nemesis(Stoppable):
             self._vain = False
             self._act(step)
             if self._vain:
-                self._say("nemesis: in vain")
+                self._say("nemesis: skipped, nothing to act on")
             else:
                 self.done[step.action] += 1
 
@@ -209,7 +209,7 @@ class Nemesis(Stoppable):
             self._driver.kill()
 
     def _await_some(self, find: Callable[[], list[_T]]) -> list[_T]:
-        """What a step concerns, which may be about to be started; without it the step is in vain."""
+        """Return the targets of a step, which may be about to start; without any, the step is skipped."""
         found: list[_T] = []
 
         def some() -> bool:
@@ -229,7 +229,7 @@ class Nemesis(Stoppable):
                 process.kill()
 
     def _kill_task(self, step: Step, part: str) -> None:
-        """Kill a task of Airflow, or what supervises it, while its job is at work."""
+        """Kill a task of Airflow, or its supervisor, while its job is running."""
         self._driver.become_task()
         await_condition(lambda: self._halt.is_set() or self._driver.beats(), _TASK_SECONDS, interval=0.5)
         self._halt.wait(step.seconds)
@@ -258,8 +258,8 @@ class Nemesis(Stoppable):
                 connection.execute("SELECT pg_terminate_backend(%s)", [pid])
 
     def _fail_over(self, step: Step) -> None:
-        """The source goes on at another address and on another timeline, more often than not without a farewell."""
-        # A slot comes when the stream has acknowledged something. A server does not always live that long.
+        """Move the source to another address and another timeline, usually without a clean shutdown."""
+        # The standby gets a slot once the stream has acknowledged changes. A server does not always live that long.
         patience = (2.0, _SLOT_SECONDS)[step.pick % 2]
         slots = {
             "torture_truth": (SECONDS, self._truth.advance),
@@ -269,14 +269,16 @@ class Nemesis(Stoppable):
         self._source.fail_over(step.pick % 3 == 0, slots)
 
     def _second(self) -> None:
-        """A second driver beside a living one must be refused."""
+        """Check that a second driver is refused while one is running."""
         drivers, ends = self._driver.processes("driver"), sum(self._driver.ends.values())
         beats = read_heartbeats(State(self._pipeline.pipeline.state))
         alive = any(beat.alive and beat.owner.pid == driver.pid for beat in beats for driver in drivers)
         with self._driver.rival():
             outcome = self._pipeline.start("run", "--json").wait(END_SECONDS)
         if outcome.code == 0 and alive and sum(self._driver.ends.values()) == ends:
-            self.wrong.append(f"a second driver ran beside the first:\n{outcome.stdout}\n{outcome.stderr[-2000:]}")
+            self.wrong.append(
+                f"a second driver ran while the first was running:\n{outcome.stdout}\n{outcome.stderr[-2000:]}"
+            )
 
     def _forget(self, path: Path) -> None:
         self._driver.kill()
@@ -287,7 +289,7 @@ class Nemesis(Stoppable):
         low = step.pick % SPACE
         where = ("--where", f"n BETWEEN {low} AND {low + 50}") if rows else ()
         with self._driver.rival():
-            # Refused while the snapshot is not finished, or done by the command itself where no stream lives.
+            # Refused while the snapshot is not finished, or done by the command itself if no stream is running.
             self._pipeline.start("resnapshot", "--table", table.label, *where).wait(END_SECONDS)
 
     @staticmethod
@@ -299,7 +301,7 @@ class Nemesis(Stoppable):
 
 
 def _family(server: PostgresServer) -> list[psutil.Process]:
-    """All processes of a server, the first first: it must not start others, or see them stop."""
+    """Return all processes of a server, the parent first: it must not start others, or see them stop."""
     (pid,) = [int((server.data_directory / "postmaster.pid").read_text().splitlines()[0])]
     postmaster = psutil.Process(pid)
     return [postmaster, *postmaster.children(recursive=True)]
@@ -307,7 +309,7 @@ def _family(server: PostgresServer) -> list[psutil.Process]:
 
 @contextmanager
 def _halted(processes: list[psutil.Process]) -> Iterator[None]:
-    """Stop processes for the time of the block."""
+    """Halt processes for the duration of the block."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""A reader of the target, and of the slot, who looks all the time and notes what is wrong at once."""
+"""A reader of the target and of the slot, which looks all the time and reports violations at once."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Observer(Stoppable):
     """Looks a few times a second, until stopped.
 
     :param slot: name of the slot and, by default, the pipeline.
-    :param starting_over: set while the slot may be newer than the sink's record, and so ahead of it.
-    :param left: tells where the log of each earlier timeline was left.
+    :param starting_over: set while the slot may be newer than the sink's record, and therefore ahead of it.
+    :param left: returns where the log of each earlier timeline was left.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class Observer(Stoppable):
         self.wrong: list[str] = []
         self.looks = 0
         self.orphans = 0
-        """How often the sink was seen to have what the source had lost in a failover."""
+        """How often the sink had transactions that the source had lost in a failover."""
         self.progress = 0
-        """How often applied LSN or number of finished chunks were seen to have changed."""
+        """How often the applied LSN or the number of finished chunks changed."""
         self._last: tuple[object, ...] = ()
 
     def work(self) -> None:
@@ -96,7 +96,7 @@ class Observer(Stoppable):
             self.sights.append(sight)
 
     def _forget_orphans(self, timeline: int, has: int, consistent: bool) -> None:
-        """A sink that has what the source has lost in a failover goes back, until everything has been read again."""
+        """Reset observations if the sink has transactions lost in a failover: it goes back until all is re-read."""
         left = self._left().get(timeline)
         if left is not None and has > left:
             self._orphaned = True
@@ -107,7 +107,7 @@ class Observer(Stoppable):
             self._versions = Versions()
 
     def _acknowledged(self) -> int | None:
-        """The slot's position; ``None`` where there is no slot, or its server cannot be asked."""
+        """Return the slot's position; ``None`` if there is no slot, or if its server does not answer."""
         query = "SELECT confirmed_flush_lsn::text FROM pg_replication_slots WHERE slot_name = %s"
         try:
             if self._at_source is None:

@@ -1,4 +1,4 @@
-"""One run: servers of its own, writers, a pipeline, its nemesis, and in the end the checks."""
+"""One run: its own servers, writers, a pipeline, its nemesis, and finally the checks."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from tests.torture.writers import Writer
 _SERVER = {"fsync": "off", "wal_sender_timeout": "4s", "max_connections": "60", "TimeZone": "UTC"}
 _CATCH_UP_SECONDS = 900.0
 _STUCK_SECONDS = 300.0
-"""A pipeline that has not got on for so long does not get on, even on a slow machine."""
+"""Seconds without progress after which a pipeline is stuck, even on a slow machine."""
 _SIGHTS = 20
-"""States of the consistent target that readers must have seen while writers were at work."""
+"""States of the consistent target that readers must have seen while writers were active."""
 _SIGHTS_SECONDS = 120.0
 _STEPS_SECONDS = 600.0
 _SHOWN = 3
@@ -42,7 +42,7 @@ _PIPELINE = "torture"
 
 @dataclass
 class Report:
-    """What came out of a run."""
+    """The results of a run."""
 
     seed: int
     mode: str
@@ -51,7 +51,7 @@ class Report:
 
 
 def mode_of(seed: int) -> str:
-    """Every third seed, about, tortures a changelog."""
+    """Return the mode of a seed; about every third seed tortures a changelog."""
     return random.Random(f"{seed}/mode").choice(("mirror", "mirror", "changelog"))
 
 
@@ -60,10 +60,10 @@ def torture(
 ) -> Report:
     """Torture a pipeline.
 
-    :param seconds: how long writers and nemesis are at work; the pipeline then gets what time it needs to catch up.
-    :param directory: new and open to all users; servers, logs, pipeline file and state stay in it.
-    :param say: told of what happens, as it happens.
-    :param steps: how many steps the nemesis does at least, however long that takes.
+    :param seconds: duration of writers and nemesis; the pipeline then gets the time that it needs to catch up.
+    :param directory: new and open to all users; it keeps servers, logs, pipeline file and state.
+    :param say: called with events as they happen.
+    :param steps: minimum number of steps of the nemesis, regardless of the time.
     """
     report, began = Report(seed, mode), time.monotonic()
 
@@ -90,7 +90,7 @@ def torture(
 
 @contextmanager
 def _servers(directory: Path) -> Iterator[tuple[Source, PostgresServer]]:
-    """Source and target, stopped at the end, their logs kept."""
+    """Run source and target, and stop them at the end, but keep their logs."""
     with ExitStack() as stack:
         source = Source(directory, _SERVER)
         stack.callback(source.stop)
@@ -150,7 +150,7 @@ class _Ordeal:
                 _STEPS_SECONDS, lambda: not self._nemesis.is_alive() or sum(self._nemesis.done.values()) >= steps
             )
             self._nemesis.stop()
-            # On a slow machine the mirror may have become consistent only now.
+            # On a slow machine the mirror may become consistent only now.
             self._wait(_SIGHTS_SECONDS, lambda: sum(s.consistent for s in self._observer.sights) >= _SIGHTS)
             for writer in self._writers:
                 writer.stop()
@@ -166,7 +166,7 @@ class _Ordeal:
         self._count()
 
     def _wait(self, seconds: float, enough: Callable[[], bool]) -> None:
-        """Let them work, until it is enough, time is over, or one of them has found something wrong."""
+        """Let all components work until it is enough, time is over, or one of them has found a violation."""
         threads = (*self._writers, self._observer, self._driver)
 
         def over() -> bool:
@@ -185,7 +185,7 @@ class _Ordeal:
             with_record = query_rows(self._pipeline.databases.target, "SELECT to_regclass('airflow_cdc.pipelines')")
             if self._wrong() or with_record == [(None,)]:
                 return bool(self._wrong())
-            # DDL that no change follows is followed when a heartbeat has found it.
+            # DDL that no change follows is applied when a heartbeat has found it.
             if any(missing for missing in map(self._missing_columns, self._tables)):
                 return False
             record = self._pipeline.record
@@ -220,7 +220,7 @@ class _Ordeal:
         wrong += violations(self._history(), self._mode, 2 * TOTAL_ACCOUNTS * OPENING_BALANCE)
 
     def _missing_columns(self, table: Table) -> set[str]:
-        """Columns in which source and target differ; a changelog may have more, and keeps those that are dropped."""
+        """Return the columns in which source and target differ; a changelog may have more, and keeps dropped ones."""
         query = (
             f"SELECT attname FROM pg_attribute WHERE attrelid = '{table.label}'::regclass"
             " AND attnum > 0 AND NOT attisdropped"
@@ -232,7 +232,7 @@ class _Ordeal:
         return at_source ^ at_target if self._mode == "mirror" else at_source - at_target
 
     def _differences(self, table: Table) -> list[str]:
-        """Source and target, row by row and value by value."""
+        """Compare source and target, row by row and value by value, and return the differences."""
         query = f"SELECT {table.key.text()}, to_jsonb(t)::text FROM {table.label} t".encode()
         found = []
         for dsn in (self._pipeline.databases.source, self._pipeline.databases.target):
@@ -256,7 +256,7 @@ class _Ordeal:
         )
         if self._mode == "changelog":
             for table in self._tables:
-                # A changelog has the columns of the key for a row that is gone; of one without a key the row before.
+                # For a deleted row a changelog has the columns of the key; without a key it has the previous row.
                 key = f"coalesce({table.key.text()}, {table.key.text_in('_before')})"
                 query = (
                     f"SELECT _xid, (_commit_lsn - '0/0')::bigint, _seq, _op::text, {key}, version"

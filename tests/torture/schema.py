@@ -1,8 +1,8 @@
-"""Random tables, and the audit trail that tells what each transaction did to them.
+"""Random tables, and the audit trail of the changes that each transaction made in them.
 
-Rows are numbered: the key of a row is a function of its number ``n``, which is a column too, so that statements can
-choose rows without knowing the key's type. A trigger gives every version of a row a number of its own, taken under
-the row's lock; another writes what was changed, in the same transaction.
+Rows are numbered: the key of a row is a function of its number ``n``, which is also a column, so that statements can
+choose rows without knowing the key's type. A trigger gives every version of a row a number, under the row's lock;
+another trigger records the changes, in the same transaction.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 LANES = 4
 """Writers; the rows that writer ``i`` inserts, deletes and moves are those with ``n % LANES = i``."""
 SPACE = 600
-"""Numbers of rows are below it; twice as much while rows are moved away."""
+"""Upper bound of the numbers of rows; twice as high while rows are moved away."""
 TOTAL_ACCOUNTS = 40
 OPENING_BALANCE = 1000
 
@@ -36,15 +36,15 @@ class Key:
         return tuple(name for name, _ in self.columns)
 
     def of(self, n: str) -> str:
-        """The key's values, comma-separated, for an SQL expression of the row's number."""
+        """Return the key's values, comma-separated, for an SQL expression of the row's number."""
         return ", ".join(value.format(n=n) for value in self.values)
 
     def text(self, prefix: str = "") -> str:
-        """SQL for the key as one text."""
+        """Return SQL for the key as one text."""
         return " || '/' || ".join(f"{prefix}{name}::text" for name in self.names)
 
     def text_in(self, document: str) -> str:
-        """SQL for the key as one text, from a column that has a row as JSON."""
+        """Return SQL for the key as one text, from a column that has a row as JSON."""
         return " || '/' || ".join(f"({document} ->> '{name}')" for name in self.names)
 
 
@@ -73,8 +73,8 @@ class Table:
 
     :param name: in schema ``public``.
     :param kind: ``plain``, ``partitioned`` or ``account``.
-    :param identity: ``DEFAULT`` or ``FULL``, beside a primary key; ``INDEX``, a unique index in place of one;
-        ``NONE``, no key at all, though what makes its rows unique is there.
+    :param identity: ``DEFAULT`` or ``FULL`` with a primary key; ``INDEX``, a unique index instead of one; ``NONE``, no
+        key at all, although the columns that make its rows unique exist.
     :param fillers: names of :data:`FILLERS`.
     :param wide: whether it has a column that is stored out of line.
     """
@@ -92,28 +92,28 @@ class Table:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """All that an INSERT names; the version comes from a trigger."""
+        """Return all columns of an INSERT; a trigger sets the version."""
         special = ("balance",) if self.kind == "account" else ("wide",) if self.wide else ()
         return (*self.key.names, "n", *self.fillers, *special)
 
     def values(self, n: str, salt: int, wide_length: int = 0) -> str:
-        """SQL for the values of :attr:`columns`."""
+        """Return SQL for the values of :attr:`columns`."""
         fillers = [FILLERS[name][1].format(n=n, salt=salt) for name in self.fillers]
         special = [str(OPENING_BALANCE)] if self.kind == "account" else [wide(n, salt, wide_length)] * self.wide
         return ", ".join([self.key.of(n), n, *fillers, *special])
 
     def rekey(self, n: str) -> str:
-        """Assignments that give a row another number, and so another key."""
+        """Return assignments that give a row another number, and therefore another key."""
         pairs = zip(self.key.names, self.key.values, strict=True)
         return ", ".join([f"n = {n}", *(f"{name} = {value.format(n=n)}" for name, value in pairs)])
 
     def digest(self, row: str) -> str:
-        """SQL for a number that stands for the values of a row, but for columns that come and go."""
+        """Return SQL for a number that represents the values of a row, without columns that are added and dropped."""
         values = ", ".join(f"{row}.{name}" for name in (*self.columns, "version"))
         return f"('x' || left(md5(ROW({values})::text), 15))::bit(60)::bigint"
 
     def create(self) -> list[str]:
-        """The statements that make the table, its triggers, and its first rows."""
+        """Return the statements that create the table, its triggers, and its first rows."""
         required = "" if self.identity == "NONE" else " NOT NULL"
         fields = [f"{name} {kind}{required}" for name, kind in self.key.columns]
         fields += ["n int NOT NULL", *(f"{name} {FILLERS[name][0]}" for name in self.fillers)]
@@ -161,7 +161,7 @@ END $$"""
 
 
 def wide(n: str, salt: int, length: int) -> str:
-    """SQL for a text of 32 times ``length`` characters, NULL for 0."""
+    """Return SQL for a text of 32 times ``length`` characters, NULL for 0."""
     return _WIDE.format(n=n, salt=salt, length=length) if length else "NULL::text"
 
 
@@ -179,14 +179,14 @@ BEGIN
     NEW.version := nextval('torture.version');
     RETURN NEW;
 END $$""",
-    # Who publishes the audit trail sees which transaction committed when.
+    # The publication of the audit trail shows which transaction committed when.
     "CREATE PUBLICATION torture_truth FOR TABLE torture.audit",
     "SELECT pg_create_logical_replication_slot('torture_truth', 'pgoutput', failover => true)",
 )
 
 
 def tables(seed: int) -> list[Table]:
-    """The tables of a seed: two of accounts, one partitioned, one with full identity, one without a key, and others."""
+    """Return the tables of a seed: two of accounts, one partitioned, one with full identity, one keyless, others."""
     chance = random.Random(f"{seed}/schema")
     kinds = [("plain", "DEFAULT"), ("partitioned", "DEFAULT"), ("plain", "FULL"), ("plain", "NONE")]
     kinds += [("plain", "INDEX")] * chance.randint(0, 1)

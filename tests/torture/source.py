@@ -23,7 +23,7 @@ hot_standby_feedback = on
 wal_receiver_status_interval = 1
 wal_retrieve_retry_interval = 100
 """
-# Nothing is acknowledged to writers, nor streamed, that the standby does not have; but for asynchronous commits.
+# Transactions are acknowledged to writers, and streamed, only once the standby has them, except asynchronous ones.
 _SYNCHRONOUS = (
     "ALTER SYSTEM SET synchronous_standby_names = '*'",
     "ALTER SYSTEM SET synchronized_standby_slots = 'standby'",
@@ -32,10 +32,10 @@ _SYNCHRONOUS = (
 
 
 class Source:
-    """Two addresses, and at one of them the primary.
+    """Two addresses, one of which is the primary's.
 
-    :param directory: where the servers are made.
-    :param settings: of all of them.
+    :param directory: directory in which the servers are created.
+    :param settings: settings of all servers.
     """
 
     def __init__(self, directory: Path, settings: Mapping[str, str]) -> None:
@@ -49,7 +49,7 @@ class Source:
         create_roles(self.primary)
 
     def dsn(self, database: str) -> str:
-        """Leads to the primary, at whichever address that is."""
+        """Return the URI of the primary, at whichever address it is."""
         return f"postgresql://postgres@{self._hosts}/{database}?target_session_attrs=read-write"
 
     def stop(self) -> None:
@@ -57,12 +57,12 @@ class Source:
         self.primary.stop("immediate")
 
     def fail_over(self, peaceful: bool, slots: Mapping[str, tuple[float, Callable[[], object]]]) -> None:
-        """Let a new standby take the place of the primary.
+        """Replace the primary with a new standby.
 
-        :param peaceful: stop the primary, which then sends all that it has; otherwise it is killed, and what has been
-            committed asynchronously may be lost.
-        :param slots: what to bring to the standby, with the seconds that each has for that, and what moves it on if
-            nobody reads it: it comes only at a place that the standby can decode from.
+        :param peaceful: stop the primary, which then sends everything; otherwise it is killed, and asynchronous commits
+            may be lost.
+        :param slots: slots to synchronize to the standby, with the seconds that each has for that, and a function that
+            advances it if it has no reader: it is synchronized only at a position that the standby can decode from.
         """
         old, new = self.primary, self._make_standby()
         execute(old.dsn(), *_SYNCHRONOUS)
@@ -89,7 +89,7 @@ class Source:
         shutil.rmtree(old.data_directory)
 
     def _make_standby(self) -> PostgresServer:
-        """A copy of the primary at the other address, not started yet."""
+        """Return a copy of the primary at the other address, not started yet."""
         old = self.primary
         execute(old.dsn(), "SELECT pg_create_physical_replication_slot('standby', true)")
         directory = self._directory / f"source{len(self.left) + 2}"

@@ -1,8 +1,8 @@
-"""Writers: sessions that change the tables all the time, each with transactions of its own choice.
+"""Writers: sessions that keep changing the tables, each with its own random transactions.
 
-What a writer does is determined by the seed and its lane, not by what it finds: statements name rows by number,
-whether they exist or not. Rows are inserted, deleted and moved only by the writer whose lane they are in, so that a
-row's versions grow also when it is deleted and returns; updates go everywhere.
+The seed and the lane determine the actions of a writer, not the contents of the tables: statements name rows by number,
+whether they exist or not. Only the writer of a lane inserts, deletes and moves its rows, so that a row's versions also
+grow when it is deleted and returns. Updates apply to all lanes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tests.support.threads import Stoppable
 from tests.torture.schema import FILLERS, LANES, SPACE, TOTAL_ACCOUNTS, Table, wide
 
 _OPTIONS = "-c lock_timeout=3s -c deadlock_timeout=200ms -c TimeZone=UTC -c synchronous_commit={}"
-# What another session, the server's end or the nemesis does to a transaction; the writer goes on with its next.
+# Errors that another session, the server's end or the nemesis causes; the writer continues with its next transaction.
 _EXPECTED = (
     psycopg.errors.DeadlockDetected,
     psycopg.errors.LockNotAvailable,
     psycopg.errors.UniqueViolation,
     psycopg.errors.ExclusionViolation,
     psycopg.errors.SerializationFailure,
-    psycopg.errors.UndefinedColumn,  # another was faster to rename or drop it
+    psycopg.errors.UndefinedColumn,  # another session was faster to rename or drop it
 )
 
 
@@ -45,7 +45,7 @@ END $$"""
 class Writer(Stoppable):
     """One session.
 
-    :param dsn: of the source.
+    :param dsn: URI of the source.
     :param pace: mean seconds between two transactions.
     """
 
@@ -71,7 +71,7 @@ class Writer(Stoppable):
             self._disconnect()
 
     def _transaction(self) -> None:
-        """Draw a transaction completely, then carry it out as far as the server lets us."""
+        """Draw a transaction completely, then execute it if the server allows it."""
         self._number += 1
         steps = self._draw()
         end = self._chance.choices(("commit", "rollback", "prepare"), (92, 5, 3))[0]
@@ -102,7 +102,7 @@ class Writer(Stoppable):
         return f"torture {self._lane}"
 
     def _connect(self) -> psycopg.Connection[Any]:
-        """The session, opened anew if the nemesis has cut it."""
+        """Return the session, reopened if the nemesis has cut it."""
         if self._connection is None:
             options = _OPTIONS.format("off" if self._asynchronous else "on")
             connection = psycopg.connect(self._dsn, autocommit=True, options=options, connect_timeout=10)
@@ -138,7 +138,7 @@ class Writer(Stoppable):
         return steps
 
     def _statement(self) -> Callable[[psycopg.Connection[Any]], Any]:
-        """One statement, or a few that belong together, with all that is random in it drawn now."""
+        """Return one statement, or a few that belong together, with all random choices already drawn."""
         kinds = {
             self._draw_transfer: 25,
             self._draw_insert: 10,
@@ -217,7 +217,7 @@ class Writer(Stoppable):
         return [f"UPDATE {table.label} SET {table.rekey(str(free))} WHERE n = {row} AND {unless}"]
 
     def _draw_move_many(self, table: Table) -> list[str]:
-        """Rows go far away, and come back with the next such transaction."""
+        """Move rows far away; the next such transaction moves them back."""
         low = self._chance.randrange(SPACE)
         own = f"n % {LANES} = {self._lane}"
         return [
@@ -228,7 +228,7 @@ class Writer(Stoppable):
         ]
 
     def _draw_swap(self, table: Table) -> list[str]:
-        """Two keys change places by way of a third."""
+        """Swap two keys by way of a third."""
         row, other, third = self._own(), self._own(), 2 * SPACE + self._lane
         moves = ((row, third), (other, row), (third, other))
         return [f"UPDATE {table.label} SET {table.rekey(str(to))} WHERE n = {at}" for at, to in moves if row != other]
@@ -242,7 +242,7 @@ class Writer(Stoppable):
         ]
 
     def _draw_copy(self, table: Table) -> list[str]:
-        """The rows are made by a query, since the key is a function of SQL, and come back by COPY."""
+        """Insert rows with COPY that a query has produced, because the key is a function of SQL."""
         rows = sorted({self._own() for _ in range(12)})
         columns = ", ".join(table.columns)
         return [
@@ -270,7 +270,7 @@ class Writer(Stoppable):
         return [_EXTRA.format(table=table.label, what="DROP COLUMN %I")]
 
     def _column(self) -> str:
-        """The name of a column that there has never been: a changelog keeps those that the source has dropped."""
+        """Return a column name that has never existed: a changelog keeps columns that the source has dropped."""
         self._columns += 1
         return f"extra_{self._lane}_{self._columns}"
 
@@ -290,7 +290,7 @@ def _copy(connection: psycopg.Connection[Any], query: str, delete: str, into: st
 
 @contextlib.contextmanager
 def _begun(connection: psycopg.Connection[Any]) -> Any:
-    """A transaction that the block ends by preparing it."""
+    """Start a transaction that the block ends by preparing it."""
     connection.execute("BEGIN")
     try:
         yield

@@ -1,1 +1,1 @@
-"""What row changes do to a target: filter by snapshots, collapse by key, count, and tell what a schema change means."""
+"""Row changes and their effects on a target: filter by snapshots, collapse by key, count, judge schema changes."""

@@ -1,4 +1,4 @@
-"""The net effect of changes by key."""
+"""Collapses changes to their net effect on each key; see :mod:`.snapshot_filter` for halves and lineages."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Collapsed:
     """The net effect of a piece: one row per key touched.
 
     :param rows: the relation's columns as text; null where NULL, where missing, and outside the key where erased.
-    :param erased: True where no row stands at the key in the end.
-    :param fresh: True where none stood there before: the first half is an insert, or where a move ends.
-    :param missing: by column index, True where the value was not sent and has to come from the origin;
-        only columns that miss some value.
-    :param origin: the key, before the piece, of the row that has the missing values, one array per key
-        column; null where nothing is missing, and where the row must be read again from the source.
+    :param erased: true where no row is at the key in the end.
+    :param fresh: true where no row was at the key before: the first half is an insert, or the end of a move.
+    :param missing: by column index, true where the value was not sent and has to come from the origin; only columns
+        that miss some value.
+    :param origin: the key, before the piece, of the row that has the missing values, one array per key column; null
+        where nothing is missing, and where the row must be read again from the source.
     """
 
     rows: pa.RecordBatch
@@ -57,21 +57,21 @@ class _Lineages:
 def collapse(
     changes: Changes, halves: Halves, kept: NDArray[np.bool_], key: tuple[int, ...], truncated_at: int = -1
 ) -> Collapsed:
-    """Work out the net effect of the kept halves of a piece.
+    """Return the net effect of the kept halves of a piece.
 
     :param changes: the row changes of one relation version in one piece.
     :param halves: the result of :func:`split` for them.
     :param kept: the result of :func:`keep` for them.
     :param key: indices of the key columns, at least one.
-    :param truncated_at: index of the last truncate that applies; the sink's rows are to be deleted
-        first, and halves before it are ignored.
+    :param truncated_at: index of the last truncate that applies; the sink's rows are to be deleted first, and halves
+        before it are ignored.
     """
     chosen = np.flatnonzero(kept & (halves.row > truncated_at))
     row, erase = halves.row[chosen], halves.erase[chosen]
     keys = [take(column, chosen) for column in halves.key]
     code, distinct = encode(keys)
     last = np.empty(distinct, dtype=np.int64)
-    last[code] = np.arange(len(code))  # of the halves of one key the last stays
+    last[code] = np.arange(len(code))  # the last half of each key wins
     first = np.empty(distinct, dtype=np.int64)
     first[code[::-1]] = np.arange(len(code))[::-1]
     begun = ~erase & ((changes.op[row] == ord("i")) | (halves.moved_from[chosen] >= 0))
@@ -106,7 +106,7 @@ def collapse(
 
 def _links(halves: Halves, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
     """Express ``moved_from`` in terms of the chosen halves: -1 where there is no erase half or it was not chosen."""
-    index = np.full(len(halves.row) + 1, -1)  # the last entry answers for the -1 of halves that are no moves
+    index = np.full(len(halves.row) + 1, -1)  # the last entry serves the -1 of halves that are not moves
     index[chosen] = np.arange(len(chosen))
     return index[halves.moved_from[chosen]]
 
@@ -120,10 +120,10 @@ def _trace(
 ) -> _Lineages:
     """Trace source rows through the halves.
 
-    A run is what happens to one row at one key, up to the erase that ends it. A move's write half starts
-    a run that continues the one its erase half ended; following these links to the first run of each row,
-    in doubling steps, gives its lineage. A row from before the piece had the key of its first run; one that
-    seems to come out of nothing, after an erase or a truncate, is not trusted to have an origin.
+    A run is the sequence of halves of one row at one key, up to the erase that ends it. A move's write half starts a
+    run that continues the one that its erase half ended. Following these links to the first run of each row, in
+    doubling steps, gives its lineage. A row from before the piece had the key of its first run. A row that appears
+    after an erase or a truncate is treated as one without an origin.
     """
     count = len(code)
     order = np.argsort(code, kind="stable")

@@ -1,10 +1,20 @@
-"""From a raw piece of the log to what it does to each target table.
+"""Turns the decoded changes of a piece into their effects on each target table.
 
-Runs on executors. A piece is decoded, every change is held against the chunks
-that already contain it, and what is left is collapsed to one row a key (mirror),
-counted for each distinct row (mirror of a table without a key) or kept change by
-change (changelog). Values are text throughout; the sink gives
-them types.
+Runs on executors. Changes that a chunk or a re-read already contains are dropped. The others are collapsed to one row a
+key (mirror), counted for each distinct row (mirror of a table without a key), or kept change by change (changelog).
+Values are text throughout; the sink gives them types::
+
+    Changes, by relation --> _by_table: captured columns, leaves of a table in one order
+                                 |
+                             key_halves.split --> _keep: snapshot_filter.keep, re-reads
+                                 |
+             +-------------------+----------------------+
+             v                   v                      v
+         collapse            row_counts            _changelog_rows
+        (mirror, by key)   (mirror, no key)         (changelog)
+             +-------------------+----------------------+
+                                 v
+                              Effect
 """
 
 from __future__ import annotations
@@ -36,7 +46,7 @@ AskMembers = Callable[[Table, Sequence[tuple[str, ...]], Sequence[pa.Array]], Se
 
 @dataclass(frozen=True)
 class TableFilter:
-    """Which changes of a table are already in its chunks.
+    """The filter for changes of a table that its chunks and re-reads already contain.
 
     :param bounds: lower bounds of all chunks but the first, as key texts, ascending.
     :param snapshots: the chunks' snapshots.
@@ -48,7 +58,7 @@ class TableFilter:
     reread: Mapping[tuple[str, ...], Snapshot] = field(default_factory=dict)
 
     def truncate(self, xid: int) -> Visibility:
-        """Tell how much of the table was read after a truncate by a transaction."""
+        """Return how much of the table was read after a truncate by a transaction."""
         return truncate_visibility(xid, self.snapshots, tuple(set(self.reread.values())))
 
 
@@ -56,9 +66,9 @@ class TableFilter:
 class PieceEffects:
     """The effects of a piece, in the order in which they must be applied.
 
-    :param split_truncates: tables with a truncate that some of their rows were read after and others not, or that
-        emptied some of their partitions: they have to be read again.
-    :param changes: by table, the changes that the piece held, before filter and collapse.
+    :param split_truncates: tables that have to be read again because of a truncate: some of their rows were read after
+        it and others before, or it emptied only some of their partitions.
+    :param changes: by table, the changes in the piece, before filter and collapse.
     """
 
     effects: tuple[Effect, ...]
@@ -74,12 +84,12 @@ def effects(
     ask: AskChunks,
     ask_members: AskMembers,
 ) -> PieceEffects:
-    """Work out what decoded changes do to the target tables.
+    """Return the effects of decoded changes on the target tables.
 
     :param tables: captured tables by the oid of each of their leaves.
     :param filters: open filters by table label.
-    :param ask: tells the chunks of keys, see :func:`.chunk_sql.chunk_of`.
-    :param ask_members: tells which keys are which members of re-reads, see :meth:`.sinks.contract.Sink.members`.
+    :param ask: returns the chunks of keys, see :func:`.chunk_sql.chunk_of`.
+    :param ask_members: matches keys against re-read keys, see :meth:`.sinks.contract.Sink.members`.
     """
     result: list[Effect] = []
     split_truncates: set[str] = set()
@@ -110,7 +120,7 @@ def effects(
 
 
 def between(changes: Changes, since: LogPosition, before: LogPosition) -> Changes:
-    """The changes of transactions whose commit record lies in ``[since, before)``."""
+    """Return the changes of transactions whose commit record lies in ``[since, before)``."""
     chosen = (changes.commit_lsn >= since) & (changes.commit_lsn < before)
     if chosen.all():
         return changes
@@ -136,10 +146,10 @@ def between(changes: Changes, since: LogPosition, before: LogPosition) -> Change
 
 
 def _by_table(decoded: Sequence[Changes], tables: Mapping[int, Sequence[Table]]) -> list[tuple[Table, Changes]]:
-    """Bring changes into the captured columns, and the changes of all leaves of a table into one order.
+    """Select the captured columns of changes, and bring the changes of all leaves of a table into one order.
 
-    Tables that are published and not captured are left out, and so are changes in another format than the table's:
-    those of a piece without a :class:`.schema_change.Misfit` are in the table's chunks.
+    Tables that are published and not captured are left out. So are changes in another format than the table's: if the
+    piece has no :class:`.schema_change.FormatChange`, the table's chunks contain them.
     """
     result: list[tuple[Table, Changes]] = []
     partitioned: dict[str, list[tuple[Table, Changes]]] = {}
@@ -158,7 +168,7 @@ def _by_table(decoded: Sequence[Changes], tables: Mapping[int, Sequence[Table]])
 
 
 def _align(changes: Changes, table: Table) -> Changes:
-    """Bring the columns of a relation into the order of the captured ones, and leave out those that are not."""
+    """Bring the columns of a relation into the order of the captured columns, and leave out the others."""
     columns = changes.relation.columns
     names = [column.name for column in columns]
     order = [names.index(column.name) for column in table.columns]
@@ -213,7 +223,7 @@ def _interleave(parts: Sequence[Changes]) -> Changes:
 
 
 def _letters(codes: NDArray[np.uint8]) -> pa.Array:
-    """Texts of one letter each, by their codes."""
+    """Return texts of one letter each, from their codes."""
     edges = np.arange(len(codes) + 1, dtype=np.int32)
     return pa.Array.from_buffers(pa.string(), len(codes), [None, pa.py_buffer(edges), pa.py_buffer(codes)])
 
@@ -225,7 +235,7 @@ def _index(table: Table, name: str) -> int:
 def _keep(
     halves: Halves, changes: Changes, table: Table, filter_: TableFilter, ask: AskChunks, ask_members: AskMembers
 ) -> NDArray[np.bool_]:
-    """What neither the chunks nor the re-reads contain, which came later than the chunks and see more."""
+    """Return the halves that neither the chunks nor the re-reads contain; re-reads are later and contain more."""
     kept = keep(halves, changes.xid, lambda keys: ask(table, filter_.bounds, keys), filter_.snapshots)
     xids = changes.xid[halves.row]
     members = list(filter_.reread)
@@ -268,7 +278,7 @@ def _changelog_rows(
     table: Table,
     filter_: TableFilter,
 ) -> pa.Table:
-    """One row a change; of a key change of which one half is in its chunk, the other half as insert or delete."""
+    """Return one row a change; if a chunk contains one half of a key change, the other half is an insert or delete."""
     count = len(changes.op)
     op = changes.op.copy()
     written, erased = np.zeros(count, dtype=np.bool_), np.zeros(count, dtype=np.bool_)
@@ -293,7 +303,7 @@ def _changelog_rows(
     unchanged = {}
     for i in range(len(changes.new)):
         column, unsent = sent(changes, i, key)
-        # A delete tells its key; the other columns of its row are in _before alone.
+        # A delete has its key here; the other columns of its row are only in _before.
         if deleted.any():
             gone = changes.old[i] if i in key and changes.old is not None else pa.scalar(None, pa.large_string())
             column = pc.if_else(pa.array(deleted), gone, column)
@@ -311,7 +321,7 @@ def _changelog_rows(
 
 
 def array_literal(masks: Mapping[str, NDArray[np.bool_]]) -> pa.Array:
-    """Return for each row the Postgres array of the names whose mask is set, as text; null where none is."""
+    """Return for each row the text of the Postgres array of the names whose mask is set; null if none is."""
     any_ = pa.array(np.logical_or.reduce(list(masks.values())))
     parts = [pc.if_else(pa.array(mask), f"{name},", "") for name, mask in masks.items()]
     joined = pc.binary_join_element_wise(*parts, "") if len(parts) > 1 else parts[0]
@@ -320,6 +330,6 @@ def array_literal(masks: Mapping[str, NDArray[np.bool_]]) -> pa.Array:
 
 
 def quoted_name(name: str) -> str:
-    """Return a name as it stands in the text of an array."""
+    """Return a name quoted for the text of an array."""
     escaped = name.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'

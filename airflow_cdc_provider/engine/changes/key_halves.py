@@ -1,4 +1,4 @@
-"""The old and the new half of each change, and their keys as numbers."""
+"""Splits each change into its old and its new half, and numbers their keys."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from airflow_cdc_provider.engine.core.row_changes import Changes
 
 @dataclass(frozen=True)
 class Halves:
-    """Row changes split by the key they touch, in order; the erase half of a move precedes its write half.
+    """Row changes split by the key that they touch, in order; the erase half of a move precedes its write half.
 
     :param row: index of the change.
-    :param erase: True where the key loses its row, False where a row is written.
-    :param key: the key touched, one array per key column.
+    :param erase: true where the key loses its row, false where a row is written.
+    :param key: the key that is touched, one array per key column.
     :param moved_from: for the write half of a move the index of its erase half, otherwise -1.
     """
 
@@ -35,7 +35,7 @@ def split(changes: Changes, key: tuple[int, ...]) -> Halves:
 
     :param changes: row changes in order.
     :param key: indices of the key columns; none for a table without a key.
-    :raises ProtocolError: when a change does not tell its key.
+    :raises ProtocolError: when a change does not carry its key.
     """
     count = len(changes.op)
     new = [sent(changes, column, key)[0] for column in key]
@@ -53,29 +53,29 @@ def split(changes: Changes, key: tuple[int, ...]) -> Halves:
     if any(column.null_count for column in keys):
         table = f"{changes.relation.schema}.{changes.relation.name}"
         raise ProtocolError(
-            f"a change of {table} does not tell its key",
+            f"a change of {table} does not carry its key",
             "Check the replica identity of the table, and that the server runs the newest minor release.",
         )
     return Halves(row, erase, keys, np.where(arrives, np.arange(len(row)) - 1, -1))
 
 
 def sent(changes: Changes, column: int, key: tuple[int, ...]) -> tuple[pa.Array, NDArray[np.bool_] | None]:
-    """Return a column's new values and where they were not sent, if that is anywhere; ``None`` if nowhere.
+    """Return a column's new values, and a mask of those that were not sent, ``None`` if all were.
 
-    An unchanged value is in the old row too, and Postgres sends old rows with TOASTed values inline.
+    An unchanged value is in the old row, too, and Postgres sends old rows with TOASTed values inline.
     """
     new, unsent = changes.new[column], changes.unchanged.get(column)
     if unsent is None or changes.old is None:
         return new, unsent
-    told = unsent & (changes.old_kind == ord("O"))
+    logged = unsent & (changes.old_kind == ord("O"))
     if column in key:
-        told |= unsent & (changes.old_kind == ord("K"))
-    unsent = unsent & ~told
-    return pc.if_else(pa.array(told), changes.old[column], new), unsent if unsent.any() else None
+        logged |= unsent & (changes.old_kind == ord("K"))
+    unsent = unsent & ~logged
+    return pc.if_else(pa.array(logged), changes.old[column], new), unsent if unsent.any() else None
 
 
 def encode(columns: Sequence[pa.Array]) -> tuple[NDArray[np.int64], int]:
-    """Number the distinct rows of some columns, NULLs being equal: the number of each row, and how many there are."""
+    """Return the number of each row among the distinct rows of some columns, and their count; NULLs are equal."""
     code, distinct = _number(columns[0])
     for column in columns[1:]:
         more, factor = _number(column)
@@ -90,7 +90,7 @@ def _number(column: pa.Array) -> tuple[NDArray[np.int64], int]:
 
 
 def take(column: pa.Array, index: NDArray[np.int64], null: NDArray[np.bool_] | None = None) -> pa.Array:
-    """Take rows of a column, nulls where told; a column taken as it is costs nothing."""
+    """Take rows of a column, nulls where ``null`` is set; a column that is taken as it is costs nothing."""
     if null is not None and null.any():
         return column.take(pa.array(index, mask=null))
     if len(index) == len(column) and np.array_equal(index, np.arange(len(index))):

@@ -1,4 +1,4 @@
-"""What a table's new definition asks of its target."""
+"""Compares two definitions of a table, to find the changes that its target needs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from airflow_cdc_provider.engine.core.table import Column, Leaf, Table
 
 @dataclass(frozen=True)
 class Redefinition:
-    """What makes the columns of one definition those of another.
+    """The differences between the columns of two definitions.
 
     :param renamed: old and new names.
     :param dropped: names.
     :param added: columns whose name was free.
-    :param retyped: columns, under their new names, whose type or collation is another one.
+    :param retyped: columns, under their new names, whose type or collation has changed.
     :param replaced: names under which there is another column than before.
-    :param key: the key is made of other columns.
+    :param key: whether the key consists of other columns.
     """
 
     renamed: tuple[tuple[str, str], ...]
@@ -29,12 +29,12 @@ class Redefinition:
 
     @property
     def changes_columns(self) -> bool:
-        """Whether the columns are not those that they were."""
+        """Return whether any column has changed."""
         return bool(self.renamed or self.dropped or self.added or self.retyped or self.replaced)
 
 
 def redefinition(before: Table, after: Table) -> Redefinition:
-    """Compare two definitions; columns are the same by number, and those that are left by name."""
+    """Compare two definitions; columns are matched by number, the remaining ones by name."""
     numbers = {column.attnum: column for column in before.columns} if before.oid == after.oid else {}
     pairs = [(numbers.pop(column.attnum, None), column) for column in after.columns]
     kept = [(old, new) for old, new in pairs if old is not None]
@@ -44,7 +44,7 @@ def redefinition(before: Table, after: Table) -> Redefinition:
     replaced = tuple(name for name in left if name in new_names)
     same = kept + [(left[name], new_names[name]) for name in replaced]
     origin = {new.name: old.name for old, new in same}
-    # A name that one column has left and another has taken stands for another column, too.
+    # A name that one column has given up and another has taken belongs to another column, too.
     taken = [new.name for old, new in kept if old.name != new.name and new.name in known | set(left)]
     taken += [name for name in new_names if name in known]
     return Redefinition(
@@ -58,22 +58,22 @@ def redefinition(before: Table, after: Table) -> Redefinition:
 
 
 def has_other_keys(before: Table, after: Table) -> bool:
-    """Whether rows that are one by the key of one definition may be two by that of the other, unless the log tells so.
+    """Return whether the two keys may differ in which rows they hold to be equal, without a sign of that in the log.
 
-    It does not tell of collations, of what types are made of, and under FULL of no key at all.
+    The log does not show collations, nor what types are composed of, and under FULL no key at all.
     """
     collations = [[column.collation for column in table.key_columns] for table in (before, after)]
     return (
         before.key_constraint != after.key_constraint
         or collations[0] != collations[1]
-        or reads_otherwise(before.key_columns, after.key_columns)
+        or changes_texts(before.key_columns, after.key_columns)
     )
 
 
-def reads_otherwise(before: Sequence[Column], after: Sequence[Column]) -> bool:
-    """Whether values that columns have had read otherwise now, as what their types are made of has changed.
+def changes_texts(before: Sequence[Column], after: Sequence[Column]) -> bool:
+    """Return whether the texts of old values have changed, because of changes in what the columns' types consist of.
 
-    A label that an enum did not have before is in no value from before.
+    A new label of an enum changes nothing, since no old value has it.
     """
     now = {column.attnum: column.parts or {} for column in after}
     return any(
@@ -84,22 +84,22 @@ def reads_otherwise(before: Sequence[Column], after: Sequence[Column]) -> bool:
     )
 
 
-def has_silent_key(table: Table) -> bool:
-    """Whether the log does not tell when the table gets another key."""
+def has_unlogged_key_changes(table: Table) -> bool:
+    """Return whether the log does not show when the table gets another key."""
     return table.replica_identity == "f" or any(column.collation is not None for column in table.key_columns)
 
 
-def has_silent_identity(table: Table) -> bool:
-    """Whether the log does not tell when what tells the table's rows apart becomes another."""
-    return has_silent_key(table) or any(column.parts for column in table.key_columns)
+def has_unlogged_identity_changes(table: Table) -> bool:
+    """Return whether the log does not show every change of what identifies the table's rows."""
+    return has_unlogged_key_changes(table) or any(column.parts for column in table.key_columns)
 
 
-def has_been_away(before: Leaf, after: Leaf) -> bool:
-    """Whether rows of a leaf may have been changed while the log did not tell of it.
+def may_have_missed_changes(before: Leaf, after: Leaf) -> bool:
+    """Return whether rows of a leaf may have been changed without a trace in the log.
 
-    So it is while it is detached, or in another schema, and published by way of its ancestors or its schema alone; or
-    while it is UNLOGGED. What Postgres does to it when that ends, no other change does; but for a leaf without a TOAST
-    table, of which a rewrite for any reason looks the same.
+    That is possible while it is detached or in another schema, if it is published only through its ancestors or its
+    schema, and while it is UNLOGGED. The end of that state leaves signs in the catalog that no other change leaves. The
+    exception is a leaf without a TOAST table, for which any rewrite looks the same.
     """
     if before.place not in ("", after.place):
         return True

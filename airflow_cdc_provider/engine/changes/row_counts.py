@@ -1,10 +1,9 @@
-"""What a piece does to a table without a key: how many copies of which rows come and go.
+"""Counts the copies of rows that a piece adds to and removes from a table without a key.
 
-Under REPLICA IDENTITY FULL each change carries the whole old row, its large values included, so that an update is the
-loss of one row and the gain of another. Rows are the same if all their texts are: the types of a table need not have
-an equality, and where they have one it may be coarser. What remains of a piece is a signed count for each distinct
-row. Since the snapshot of a table without a key is a single chunk, a transaction is in it with all its changes or
-with none.
+Under REPLICA IDENTITY FULL each change carries the whole old row, including large values. So an update removes one row
+and adds another. Rows are equal if all their texts are: the types of a table need not have an equality operator, and if
+they have one it may be coarser. The result of a piece is a signed count for each distinct row. The snapshot of a table
+without a key is a single chunk, so it contains all changes of a transaction or none.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ class Counted:
 
 
 def count_rows(changes: Changes, kept: NDArray[np.bool_], truncated_at: int = -1) -> Counted:
-    """Work out how many copies of each row the kept changes add and remove.
+    """Count how many copies of each row the kept changes add and remove.
 
     :param changes: row changes under REPLICA IDENTITY FULL, in order.
     :param kept: for each change, whether it applies.
     :param truncated_at: index of the last truncate that applies; the sink's rows are to be deleted first, and changes
         before it are ignored.
-    :raises ProtocolError: when a change does not tell the whole row.
+    :raises ProtocolError: when a change does not carry the whole row.
     """
     kept = kept & (np.arange(len(changes.op)) > truncated_at)
     lost = np.flatnonzero(kept & np.isin(changes.op, [ord("u"), ord("d")]))
@@ -49,7 +48,7 @@ def count_rows(changes: Changes, kept: NDArray[np.bool_], truncated_at: int = -1
     if untold or not np.all(changes.old_kind[lost] == ord("O")):
         table = f"{changes.relation.schema}.{changes.relation.name}"
         raise ProtocolError(
-            f"a change of {table} does not tell the whole row",
+            f"a change of {table} does not carry the whole row",
             f"The table has no key: set REPLICA IDENTITY FULL again, and run `airflow-cdc resnapshot --table {table}`.",
         )
     before, after = pa.array(lost), pa.array(gained)

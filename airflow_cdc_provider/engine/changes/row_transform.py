@@ -1,50 +1,52 @@
-"""What is done to the rows of a table between its source and its sinks: one place for stream, chunks and re-reads.
+"""Transforms the rows of a table between its source and its sinks, for stream, chunks and re-reads alike.
 
-It comes after the chunks' filter and the collapse by key, and before a sink sees anything. The definitions of targets
-and ``verify`` see the table as it is after it, which is also what the commit record holds. Rows are read by that table,
-too, and keys that a sink names are looked for at the source: so names, types and keys stay as they are.
+The transformation comes after the chunks' filter and the collapse by key, and before the sink. The definitions of
+targets and ``verify`` use the transformed table, which is also in the commit record. Rows are read from the source by
+that table, too, and keys from a sink are looked up at the source. So names, types and keys stay as they are.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import pyarrow as pa
 
 from airflow_cdc_provider.engine.core.effect import Effect
+from airflow_cdc_provider.engine.core.source_rows import SourceRows
 from airflow_cdc_provider.engine.core.table import Table
 
-# Columns of an effect that hold values of new rows, and of old ones.
+# Columns of an effect with the values of new rows (c), and of old rows (b).
 _VALUES = re.compile(r"([cb])(\d+)")
 
 
 class RowTransform(Protocol):
-    """A pure function of a table and its values, picklable: the same row gives the same row, wherever and whenever.
+    """A pure function of a table and its values, picklable: the same row always gives the same row.
 
-    A null stays null, since it also stands for what was not sent.
+    A null stays null, since it also means that a value was not sent.
     """
 
     def table(self, table: Table) -> Table:
-        """The table as its targets are defined, with the names, types and key that it has.
+        """Return the table as its targets are defined, with unchanged names, types and key.
 
         :param table: as it is captured.
         """
 
     def columns(self, table: Table, columns: Mapping[int, pa.ChunkedArray]) -> Mapping[int, pa.ChunkedArray]:
-        """Values as the sinks get them.
+        """Return values as the sinks get them.
 
         :param table: as its targets are defined.
-        :param columns: some of the columns beside the key, by their place in ``table.columns``, as text.
-        :returns: the same places, as text.
+        :param columns: some of the columns outside the key, by their index in ``table.columns``, as text.
+        :returns: the same indexes, as text.
         """
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Rows as they are. Nobody looks at values for it: what is copied as the source writes it stays so."""
+    """Leaves rows as they are. No value is looked at, so rows can go from COPY to COPY."""
 
     def table(self, table: Table) -> Table:
         """See :meth:`RowTransform.table`."""
@@ -55,17 +57,12 @@ class Identity:
         return columns
 
 
-def transformed_rows(
-    transform: RowTransform, table: Table, batches: Iterator[pa.RecordBatch]
-) -> Iterator[pa.RecordBatch]:
-    """Rows that have been read, as they go to a sink.
+def transformed_rows(transform: RowTransform, table: Table, rows: SourceRows) -> SourceRows:
+    """Return rows that are read as they go to a sink; the same object for :class:`Identity`.
 
     :param table: as its targets are defined.
-    :param batches: its columns as text, in order; given back as they are for :class:`Identity`.
     """
-    if transform == Identity():
-        return batches
-    return (_transformed_batch(transform, table, batch) for batch in batches)
+    return rows if transform == Identity() else rows.changed(partial(_transformed_batch, transform, table))
 
 
 def _transformed_batch(transform: RowTransform, table: Table, batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -82,7 +79,7 @@ def _key(table: Table) -> set[int]:
 
 
 def transformed_effect(transform: RowTransform, table: Table, effect: Effect) -> Effect:
-    """What a piece of the log does to a table, as it goes to a sink.
+    """Return an effect on a table as it goes to a sink.
 
     :param table: as its targets are defined.
     """

@@ -1,13 +1,12 @@
-"""How a captured table's definition has changed at the source, and whether the stream can follow. Pure decisions.
+"""Decides whether the stream can follow a change of a captured table's definition. Pure functions.
 
-Postgres describes a relation before its first change after DDL, so that in the log DDL shows in order, if only by what
-follows it. Columns have numbers that outlive renaming and are never used again, so that two definitions tell
-what happened in between: as long as the catalog still says what the log says, no table was rewritten, and nothing
-else hides between the two.
+Postgres describes a relation before its first change after DDL. So the log shows DDL in order, but only if a change
+follows it. Columns have numbers that outlive renaming and are never reused, so two definitions show what happened in
+between: if the catalog agrees with the log and no table was rewritten, nothing else is hidden between the two.
 
-DDL that changes columns locks the table against everybody who has written to it. So in the order of commits the formats
-of a table's changes follow each other, and whoever sees the DDL sees every change in an older format. That makes
-reading the table again right in all cases in which the change cannot be followed exactly.
+DDL that changes columns locks out all sessions that write to the table. So in the order of commits the formats of a
+table's changes follow each other, and a snapshot that sees the DDL sees every change in an older format. Therefore,
+reading the table again is right in all cases in which the change cannot be followed exactly.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from airflow_cdc_provider.engine.changes.redefinition import (
-    has_been_away,
+    changes_texts,
     has_other_keys,
-    reads_otherwise,
+    may_have_missed_changes,
     redefinition,
 )
 from airflow_cdc_provider.engine.changes.snapshot_filter import seen_by
@@ -37,17 +36,17 @@ class Unchanged:
 
 
 @dataclass(frozen=True)
-class Follow:
-    """The target can be changed alike, between the changes before and after; its rows stay.
+class FollowChange:
+    """The target can be changed in the same way, between the changes before and after; its rows stay.
 
-    :param table: the new definition; without a change of columns it is only to be recorded.
+    :param table: the new definition; without a change of columns it only has to be recorded.
     """
 
     table: Table
 
 
 @dataclass(frozen=True)
-class Adopt:
+class Reread:
     """The table has to be read again under its new definition; ``why`` for the log."""
 
     why: str
@@ -55,22 +54,22 @@ class Adopt:
 
 @dataclass(frozen=True)
 class Refuse:
-    """The pipeline has to stop before the first change that is concerned."""
+    """The pipeline has to stop before the first change in the new definition."""
 
     message: str
     solution: str
 
 
-Verdict = Unchanged | Follow | Adopt | Refuse
+Verdict = Unchanged | FollowChange | Reread | Refuse
 
 
 def decide(before: Table, after: Table | CdcError, relation: Relation | None = None) -> Verdict:
     """Decide what to do about a table whose definition may have changed.
 
-    :param before: the recorded definition. Everything up to where the stream is has been applied under it.
-    :param after: what the catalog says now, or why it says nothing that can be captured.
-    :param relation: how the log describes the table from here on, if that is known. If not, nothing in another
-        format than ``before`` comes before the moment at which ``after`` was read.
+    :param before: the recorded definition, under which everything up to the stream's position has been applied.
+    :param after: the definition in the catalog, or why the table cannot be captured now.
+    :param relation: the description of the table in the log from here on, if it is known. If not, all changes before
+        the moment at which ``after`` was read are in the format of ``before``.
     """
     if isinstance(after, CdcError):
         return Refuse(after.message, after.solution)
@@ -80,7 +79,7 @@ def decide(before: Table, after: Table | CdcError, relation: Relation | None = N
     )
     change = redefinition(before, after)
     if after.oid != before.oid:
-        return Refuse(f"{before.label} has been dropped and made anew", again)
+        return Refuse(f"{before.label} has been dropped and recreated", again)
     if after.replica_identity != before.replica_identity:
         was, now = before.replica_identity, after.replica_identity
         return Refuse(f"the replica identity of {before.label} was {was!r}, is {now!r}", again)
@@ -97,38 +96,37 @@ def decide(before: Table, after: Table | CdcError, relation: Relation | None = N
         return Unchanged()
     leaves = {leaf.oid: leaf for leaf in before.leaves}
     if leaves.keys() != {leaf.oid for leaf in after.leaves}:
-        return Adopt("its partitions are others")
-    if any(has_been_away(leaves[leaf.oid], leaf) for leaf in after.leaves):
-        return Adopt("changes of it may not have been published, or logged, for a while")
+        return Reread("its partitions have changed")
+    if any(may_have_missed_changes(leaves[leaf.oid], leaf) for leaf in after.leaves):
+        return Reread("changes of it may not have been published, or logged, for a while")
     if has_other_keys(before, after):
-        return Adopt("its rows may have had other keys for a while")
-    if reads_otherwise(before.columns, after.columns):
-        return Adopt("what its types are made of has changed")
+        return Reread("its rows may have had other keys for a while")
+    if changes_texts(before.columns, after.columns):
+        return Reread("the composition of its types has changed")
     rewritten = any(leaves[leaf.oid].filenode != leaf.filenode for leaf in after.leaves)
     if relation is None and not change.changes_columns:
         stamps = {column.attnum: column.xmin for column in before.columns}
         if rewritten and any(stamps.get(column.attnum) != column.xmin for column in after.columns):
-            return Adopt("its rows have been rewritten")
-        return Follow(after)
+            return Reread("its rows have been rewritten")
+        return FollowChange(after)
     if relation is not None and not fits(after, relation):
-        return Adopt("its definition has changed again since")
+        return Reread("its definition has changed again since")
     if rewritten:
-        return Adopt("its rows have been rewritten")
+        return Reread("its rows have been rewritten")
     if change.replaced:
-        return Adopt("a column has taken another one's name")
+        return Reread("a column has taken the name of another one")
     if change.added and (change.dropped or after.attnums - before.attnums != len(change.added)):
-        return Adopt("columns have been dropped and added")
+        return Reread("columns have been dropped and added")
     if not all(column.uniform for column in change.added):
-        return Adopt("the rows of its partitions have different values in an added column")
-    return Follow(after)
+        return Reread("the rows of its partitions have different values in an added column")
+    return FollowChange(after)
 
 
 def fits(table: Table, relation: Relation) -> bool:
-    """Whether changes that the log describes so are changes of the table as it is defined.
+    """Return whether changes with this description in the log have the format of the table's definition.
 
-    Partitions may have their columns in another order than their root, and names of their own. A publication that
-    somebody else has made may have columns that are not captured: those that the rule does not choose, and generated
-    ones.
+    Partitions may have their columns in another order than their root, and their own names. A publication of another
+    owner may have columns that are not captured: those that the rule does not choose, and generated ones.
     """
     captured = {column.name for column in table.columns}
     defined = [(column.name, column.type_oid, column.type_modifier) for column in table.columns]
@@ -148,12 +146,12 @@ def fits(table: Table, relation: Relation) -> bool:
 
 
 @dataclass(frozen=True)
-class Misfit:
+class FormatChange:
     """The first changes in a piece whose format is not the recorded one.
 
     :param label: the table.
-    :param commit_lsn: commit record of their transaction.
-    :param inside: the piece begins inside that transaction.
+    :param commit_lsn: LSN of the commit record of their transaction.
+    :param inside: whether the piece begins inside that transaction.
     """
 
     label: str
@@ -162,19 +160,19 @@ class Misfit:
     inside: bool
 
 
-def first_misfit(
+def first_format_change(
     decoded: Sequence[Changes],
     tables: Mapping[int, Sequence[Table]],
     snapshots: Mapping[str, Sequence[Snapshot]],
     opened: int,
-) -> Misfit | None:
-    """Find the first changes that do not fit their table's definition and are not in its chunks anyway.
+) -> FormatChange | None:
+    """Find the first changes that do not fit their table's definition and are not contained in its chunks.
 
     :param tables: captured tables by the oid of each of their leaves.
     :param snapshots: by label, those of the table's chunks while they filter.
-    :param opened: commit LSN of the transaction that the piece begins inside of, 0 without.
+    :param opened: commit LSN of the transaction inside of which the piece begins, or 0.
     """
-    found: Misfit | None = None
+    found: FormatChange | None = None
     for changes in decoded:
         for table in tables.get(changes.relation.oid, ()):
             if not len(changes.op) or fits(table, changes.relation):
@@ -185,5 +183,5 @@ def first_misfit(
                 continue
             lsn = LogPosition(int(changes.commit_lsn[outside[0]]))
             if found is None or lsn < found.commit_lsn:
-                found = Misfit(table.label, lsn, changes.relation, lsn == opened)
+                found = FormatChange(table.label, lsn, changes.relation, lsn == opened)
     return found

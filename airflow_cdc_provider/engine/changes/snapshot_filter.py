@@ -1,24 +1,22 @@
-"""What a piece of the stream does to a mirror: the chunk filter, and the net effect per key.
+"""Filters the changes that a table's chunks already contain.
 
-A row change touches up to two keys: an update that changes the key takes the row away from
-one and puts it at another, and the two may lie in different chunks. So changes are split into
-*halves*, ``erase(key)`` and ``write(key)``, each with a transaction and a key of its own, and
-a half is dropped if and only if the snapshot of its key's chunk sees its transaction: the row
-read from the source contains it already. Most transactions are seen by all snapshots of a
-table or by none, which needs no key; only for the rest is the source asked which chunk a key
-lies in, because text keys must never be compared by anyone but Postgres.
+A row change touches up to two keys: an update that changes the key removes the row from one key and writes it at
+another, and the two may lie in different chunks. So changes are split into *halves*, ``erase(key)`` and ``write(key)``,
+each with its own transaction and key. A half is dropped if and only if the snapshot of its key's chunk sees its
+transaction: then the row that was read from the source already contains it. Most transactions are seen by all snapshots
+of a table or by none, so that no key is needed. Only for the others the source is asked in which chunk a key lies,
+because only Postgres may compare text keys.
 
-The halves that stay are collapsed to one row a key, so that a sink applies a piece as one
-delete and one upsert. Postgres does not send TOASTed values that an update left alone. They
-are those of the row's past, which is followed along its *lineage*: the writes to one key up to
-the erase that ends them, joined by moves to the writes at the next key. What no change in the
-lineage carries is *missing*, and stands in the sink at the key where the lineage began, its
-*origin*. Applying a piece therefore means: read what is missing from the origins, then erase,
-then write. The origin is unknown when the filter dropped the erase half of a move; such a
-row has to be read again from the source.
+The halves that are kept are collapsed to one row a key (:mod:`.collapse`), so that a sink applies a piece as one delete
+and one upsert. Postgres does not send TOASTed values that an update left unchanged. Such a value is an earlier value of
+the row, which is followed along its *lineage*: the writes to one key up to the erase that ends them, joined by moves to
+the writes at the next key. A value that no change in the lineage carries is *missing*. The sink has it at the key where
+the lineage began, its *origin*. So applying a piece means: read missing values from the origins, then erase, then
+write. The origin is unknown when the filter dropped the erase half of a move; such a row has to be read again from the
+source.
 
-The key must be one that Postgres checks at once: a deferrable key may be held by two rows in
-the middle of a transaction, and no replica identity index is deferrable.
+The key must be one that Postgres checks immediately: two rows may have the same deferrable key in the middle of a
+transaction. No replica identity index is deferrable.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ _MASK = (1 << 32) - 1
 
 
 class Visibility(Enum):
-    """How many of a table's chunk snapshots see a transaction."""
+    """The share of a table's chunk snapshots that see a transaction."""
 
     ALL = "all"
     NONE = "none"
@@ -52,13 +50,13 @@ def keep(
     chunk_of: Callable[[Sequence[pa.Array]], NDArray[np.int64]],
     snapshots: Sequence[Snapshot],
 ) -> NDArray[np.bool_]:
-    """Tell which halves the table's chunks do not contain yet.
+    """Return which halves the table's chunks do not contain yet.
 
     :param halves: the halves of some changes.
     :param xid: transaction id of each *change* (low 32 bits).
-    :param chunk_of: tells the chunks of keys, as indices into ``snapshots``; called at most once,
-        with the key columns of those halves for which it matters.
-    :param snapshots: what each chunk was read with; without any, everything is kept.
+    :param chunk_of: returns the chunks of keys, as indices into ``snapshots``; called at most once, with the key
+        columns of those halves for which it matters.
+    :param snapshots: the snapshot of each chunk; without any, everything is kept.
     """
     xids = xid[halves.row]
     distinct, which = np.unique(xids, return_inverse=True)
@@ -77,11 +75,11 @@ def keep(
 
 
 def truncate_visibility(xid: int, snapshots: Sequence[Snapshot], reread: Sequence[Snapshot] = ()) -> Visibility:
-    """Tell what a truncate means: ALL drop it, NONE apply it, SOME read the table again.
+    """Return what to do about a truncate: ALL drop it, NONE apply it, SOME read the table again.
 
-    :param snapshots: of the table's chunks while they filter; together they hold the whole table.
-    :param reread: of re-reads of single keys. They may hold rows from after the truncate, which must stay, and say
-        nothing of all the other rows, which must go.
+    :param snapshots: of the table's chunks while they filter; together they cover the whole table.
+    :param reread: of re-reads of single keys. They may contain rows from after the truncate, which must stay. All other
+        rows must be removed.
     """
     xids = np.array([xid])
     seen = seen_by(xids, snapshots)[0]
@@ -93,8 +91,8 @@ def truncate_visibility(xid: int, snapshots: Sequence[Snapshot], reread: Sequenc
 def seen_by(xids: NDArray[np.int64], snapshots: Sequence[Snapshot]) -> NDArray[np.int64]:
     """Count, for each 32-bit transaction id, the snapshots that see it.
 
-    A snapshot sees the ids below its xmax but for those it lists, so sorting the bounds and the lists of
-    all snapshots counts them for all ids at once; ids outside of all bounds do not even need that.
+    A snapshot sees the ids below its xmax except those that it lists. So sorting the bounds and the lists of all
+    snapshots counts them for all ids at once. Ids outside of all bounds do not even need that.
     """
     seen = np.zeros(len(xids), dtype=np.int64)
     if not snapshots:

@@ -1,8 +1,8 @@
-"""What a user can ask of a pipeline, a function for each command, for the command line and for Airflow.
+"""The commands of a pipeline, one function for each, for the command line and for Airflow.
 
-Each takes a pipeline, is idempotent, returns plain JSON values and raises :class:`.CdcError`. ``run``, ``snapshot`` and
-``stream`` start Spark; so do others where the source or a sink needs it. Importing this package imports nothing else:
-waiting for a pipeline must not cost a process what copying it needs.
+Each function takes a pipeline, is idempotent, returns plain JSON values and raises :class:`.CdcError`. ``run``,
+``snapshot`` and ``stream`` start Spark; others do so if the source or a sink needs it. Importing this package imports
+nothing else, so that a process that only waits for a pipeline does not load the modules for copying it.
 """
 
 from __future__ import annotations

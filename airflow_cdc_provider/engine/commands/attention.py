@@ -1,6 +1,6 @@
-"""What a pipeline needs its user for: a source that cannot continue it, an error that ended its last run, a lost job.
+"""Finds reasons why a pipeline needs its user: a source that cannot continue it, a failed last run, or a lost job.
 
-Also who is about to begin, which is no trouble yet.
+Also finds jobs that are about to begin, which are not a problem yet.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from airflow_cdc_provider.engine.state.location import is_of_others
 from airflow_cdc_provider.engine.state.submission import Status, Submission, askers, newest_first
 
 NEEDED = "needs attention"
-"""The ``state`` of a pipeline, in ``status``, that does not go on before somebody has looked at it."""
+"""The ``state``, in ``status``, of a pipeline that does not continue without its user's help."""
 STARTING = "starting"
-"""The ``state`` of a pipeline of which a job has been submitted, or started, that has not sent a heartbeat yet."""
+"""The ``state`` of a pipeline that has a submitted or started job without a heartbeat so far."""
 
 
-def trouble_in_state(state: State, beats: Sequence[Heartbeat]) -> dict[str, Any] | None:
-    """Return what the state says has ended the last run, as an error's ``kind``, ``message`` and ``solution``.
+def problem_in_state(state: State, beats: Sequence[Heartbeat]) -> dict[str, Any] | None:
+    """Return the error that ended the last run according to the state: its ``kind``, ``message`` and ``solution``.
 
     :param beats: the heartbeats of all jobs, dead ones included.
-    :returns: ``None`` when the last run has ended well.
+    :returns: ``None`` if the last run has ended successfully.
     """
     return last_error(state) or _failed_submission(state, beats) or _silent_job(state, beats)
 
 
 def _failed_submission(state: State, beats: Sequence[Heartbeat]) -> dict[str, Any] | None:
-    """Return the error of the latest submission, if nothing has worked since."""
+    """Return the error of the latest submission, if no job has worked since."""
     latest = next(newest_first(state), None)
     if latest is None or latest.ended_at is None or any(beat.at > latest.ended_at for beat in beats):
         return None
@@ -51,20 +51,20 @@ def _failed_submission(state: State, beats: Sequence[Heartbeat]) -> dict[str, An
 
 
 def _silent_job(state: State, beats: Sequence[Heartbeat]) -> dict[str, Any] | None:
-    """Return that the latest job is lost, unless somebody wanted its end."""
+    """Return the error of the latest job if it is lost, unless its end was requested."""
     latest = max(beats, key=lambda beat: (beat.epoch, beat.at), default=None)
     if latest is None or latest.ended or latest.alive:
         return None
     if latest.submission is not None and askers(state, latest.submission):
         return None
     return JobLost(
-        f"{latest.owner} has ended without a word, in the middle of {latest.part}: killed, or lost with its host",
-        "Start it again: what has been committed stays. In Airflow, clear the task.",
+        f"{latest.owner} has ended during {latest.part} without reporting a result: killed, or lost with its host",
+        "Start it again; committed data remains. In Airflow, clear the task.",
     ).as_dict()
 
 
 def starting(state: State, beats: Sequence[Heartbeat]) -> list[str]:
-    """Return the parts of runs that have been submitted or started, and have not sent a heartbeat yet.
+    """Return the parts of runs that have been submitted or started, and have no heartbeat yet.
 
     :param beats: the heartbeats of all jobs, dead ones included.
     """
@@ -81,18 +81,18 @@ def _about_to_begin(submission: Submission) -> bool:
 
 @contextmanager
 def noting_errors(pipeline: Pipeline, command: str, *, ends_run: bool = True) -> Iterator[None]:
-    """Leave an error of a command where ``status`` and the page find it, and take it back once the command works.
+    """Record an error of a command for ``status`` and the page, and remove it once the command succeeds.
 
-    What is refused because another run works is not noted, as the state is the other's, nor anything in the state of
-    another pipeline; nor where there is no state yet, since a refusal touches nothing.
+    An error is not recorded if another run works, because that run owns the state; if the state belongs to another
+    pipeline; or if there is no state yet, because a refused command changes nothing.
 
-    :param ends_run: whether the pipeline needs attention after it; else, and while another job works, it is in the
-        history only.
+    :param ends_run: whether the pipeline needs attention after the error. Otherwise, and while another job works, the
+        error is recorded only in the history.
     """
     try:
         yield
     except CdcError as e:
-        with suppress(StateUnwritable):  # the error itself says more
+        with suppress(StateUnwritable):  # the command's own error is more useful
             state = State(pipeline.state)
             noted = isinstance(e, SecondWriter | Fenced) or e.noted
             if not noted and state.exists() and not is_of_others(state, pipeline.name):

@@ -1,8 +1,8 @@
-"""Everything about a pipeline that can be checked without Spark and without changing anything.
+"""All checks of a pipeline that need no Spark and change nothing.
 
-Each check is one sentence, with a remedy when it fails, and the checks go on after a failure wherever the next one
-still means something: whoever sets up a source with the help of its administrator wants the whole list at once, not
-one refusal a day.
+Each check results in one sentence, with a remedy if it fails. The checks continue after a failure as long as further
+ones are meaningful. A user who sets up a source with the help of its administrator needs the whole list at once, not
+one failure a day.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import fsspec
 from airflow_cdc_provider.engine.core.errors import StateUnwritable
 from airflow_cdc_provider.engine.core.findings import Checks, Finding
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.postgres.driver_checks import driver_errors_told
+from airflow_cdc_provider.engine.postgres.driver_checks import convert_driver_errors
 from airflow_cdc_provider.engine.runs.metrics import require_client
 from airflow_cdc_provider.engine.runs.sink_checks import check_sinks
 from airflow_cdc_provider.engine.sources.contract import source_of
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 
 def preflight_on(pipeline: Pipeline, spark: SparkSession) -> list[Finding]:
-    """Check what Spark alone can tell, see :meth:`.Source.check_with_spark`."""
+    """Run the checks that need Spark, see :meth:`.Source.check_with_spark`."""
     return source_of(pipeline).check_with_spark(spark)
 
 
 def preflight_whole(pipeline: Pipeline) -> list[Finding]:
-    """Return what :func:`preflight` finds, and, if that lets a session begin, :func:`preflight_on`."""
+    """Return the findings of :func:`preflight` and, if these allow a session, of :func:`preflight_on`."""
     findings = preflight(pipeline)
     if source_of(pipeline).checks_with_spark and all(finding.ok for finding in findings):
         from airflow_cdc_provider.engine.spark.session import spark_session
@@ -47,11 +47,12 @@ def preflight_whole(pipeline: Pipeline) -> list[Finding]:
 
 
 def preflight(pipeline: Pipeline) -> list[Finding]:
-    """Check source, tables, sinks and state of a pipeline without Spark; changes nothing.
+    """Check source, tables, sinks and state of a pipeline without Spark and without changing anything.
 
-    :returns: the findings in the order of the checks; pass them to :func:`.require` to go on only if all is well.
+    :returns: the findings in the order of the checks; pass them to :func:`.require` to continue only if all checks
+        passed.
     """
-    checks = Checks(driver_errors_told)
+    checks = Checks(convert_driver_errors)
     with source_of(pipeline).checking(checks) as found:
         records = check_sinks(checks, pipeline, found.tables, found.identity)
         checks.run("state", partial(_state, pipeline))
@@ -63,7 +64,7 @@ def preflight(pipeline: Pipeline) -> list[Finding]:
 
 
 def _state(pipeline: Pipeline) -> str:
-    """Check that the state directory can be made or written, without making it, and is the pipeline's alone."""
+    """Check that the state directory can be created or written, without creating it, and is the pipeline's own."""
     url = pipeline.state
     parts = urlsplit(url)
     try:
@@ -71,21 +72,21 @@ def _state(pipeline: Pipeline) -> str:
             folder = Path(unquote(parts.path))
             while not os.path.lexists(folder):
                 folder = folder.parent
-            # A file without a name: the only sure test, since root passes every look at permissions.
+            # Create a file without a name. This is the only reliable test, because root passes all permission checks.
             with tempfile.TemporaryFile(dir=folder):
                 pass
         else:
             _list_nearest(url)
-    except Exception as e:  # object stores raise classes of their own
+    except Exception as e:  # object stores have their own exception classes
         raise StateUnwritable(f"state {url} cannot be written: {e}", state_remedy(getattr(e, "errno", None))) from e
     require_own(State(url), pipeline.name)
     return f"State {url} can be written."
 
 
 def _list_nearest(url: str) -> None:
-    """List the nearest folder that exists, at the latest the root or bucket.
+    """List the nearest parent folder that exists, up to the root or bucket.
 
-    :raises FileNotFoundError: when not even that exists.
+    :raises FileNotFoundError: if even the root or bucket does not exist.
     """
     system, path = fsspec.url_to_fs(url)
     while True:

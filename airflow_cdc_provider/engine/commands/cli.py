@@ -1,8 +1,7 @@
 """``airflow-cdc``: the command line of a pipeline.
 
-For people by default: sentences, tables, a line of progress on long work. With
-``--json`` one object on standard output and everything else on standard error.
-Exit codes are those of :class:`.errors.ExitCode`.
+By default the output is for people: sentences, tables, and a progress line for long work. With ``--json`` there is one
+object on standard output, and everything else on standard error. Exit codes are those of :class:`.errors.ExitCode`.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from airflow_cdc_provider.engine.core.signals import SignalCame
 from airflow_cdc_provider.engine.core.text_output import human_bytes, text_table
 
 _LOGGED = ("SparkLost", "SparkUnusable", "StreamFailed")
-"""The errors of which Spark's own words may say more."""
+"""The errors for which Spark's own log may have more information."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     given = sys.argv[1:] if arguments is None else arguments
     name = next((each for each in given[:1] if not each.startswith("-")), "airflow-cdc")
-    command: dict[str, Any] = {"name": name, "json": "--json" in given}  # as far as it can be told at once
+    command: dict[str, Any] = {"name": name, "json": "--json" in given}  # a guess before the arguments are parsed
 
     def give_up(name: str) -> int:
-        return _tell(command["name"], command["json"], _interrupted(command["name"], name))
+        return _report_outcome(command["name"], command["json"], _interrupted(command["name"], name))
 
     with signals.listening(give_up):
         try:
@@ -46,9 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (SignalCame, KeyboardInterrupt) as e:
             outcome = _interrupted(command["name"], e.name if isinstance(e, SignalCame) else "SIGINT")
         signals.close()
-        code = _tell(command["name"], command["json"], outcome)
+        code = _report_outcome(command["name"], command["json"], outcome)
         if arguments is None and "airflow_cdc_provider.engine.spark.jvm" in sys.modules:
-            sys.modules["airflow_cdc_provider.engine.spark.jvm"].end_jvm()  # signals would break off that, too, later
+            sys.modules["airflow_cdc_provider.engine.spark.jvm"].end_jvm()  # later, signals would interrupt this, too
         return code
 
 
@@ -56,40 +55,40 @@ Outcome: TypeAlias = tuple[ExitCode, dict[str, Any] | CdcError]
 
 
 def _outcome(options: argparse.Namespace) -> Outcome:
-    """Run the command; imports what it needs, which takes a second."""
+    """Run the command; imports its modules, which takes a second."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("py4j").setLevel(logging.CRITICAL)  # all that it says is raised as well
-    logging.getLogger("airflow_cdc_provider.engine.spark.jvm").setLevel(logging.INFO)  # it names its log
+    logging.getLogger("py4j").setLevel(logging.CRITICAL)  # it also raises everything that it logs
+    logging.getLogger("airflow_cdc_provider.engine.spark.jvm").setLevel(logging.INFO)  # to show the path of its log
     from airflow_cdc_provider.engine.commands.dispatch import run_command
 
     try:
-        return run_command(options, _Progress(options.json))
+        return run_command(options, _ProgressDisplay(options.json))
     except CdcError as e:
         return e.exit_code, e
 
 
 def _interrupted(command: str, name: str) -> Outcome:
-    """Tell how a command ends that a signal has broken off: one that can be stopped has been, before it had begun."""
+    """Return the outcome of a command that a signal interrupted; one that can be stopped counts as stopped."""
     if command in _STOPPED:
         return ExitCode.DONE, _STOPPED[command]
     return Interrupted.exit_code, Interrupted(
-        f"interrupted by {name}", "Start it again: what has been committed stays, the rest is done again."
+        f"interrupted by {name}", "Start it again; committed data remains, and the rest is repeated."
     )
 
 
-def _tell(command: str, as_json: bool, outcome: Outcome) -> int:
-    """Print what has come of a command, write it for those who wait for a submitted job, and return the exit code."""
+def _report_outcome(command: str, as_json: bool, outcome: Outcome) -> int:
+    """Print the outcome of a command, record it for watchers of a submitted job, and return the exit code."""
     code, result = outcome
     submission = sys.modules.get("airflow_cdc_provider.engine.state.submission")
     error = result if isinstance(result, CdcError) else None
-    if hasattr(submission, "end_ours"):  # else a signal came before it was imported
+    if hasattr(submission, "end_ours"):  # otherwise, a signal arrived before it was imported
         submission.end_ours(int(code), result if error is None else None, error)  # type: ignore[union-attr]
     if as_json:
         print(json.dumps(result if error is None else {"error": error.as_dict()}))
     elif error is not None:
         print(f"{command}: {error.message}\n{error.solution}", file=sys.stderr)
     elif result is _STOPPED.get(command):
-        print(f"{command} was stopped by a signal; what has been committed stays.")
+        print(f"{command} was stopped by a signal; committed data remains.")
     else:
         print(_HUMAN.get(command, _plain)(result))  # type: ignore[arg-type]
     if error is not None and error.kind in _LOGGED:
@@ -98,15 +97,15 @@ def _tell(command: str, as_json: bool, outcome: Outcome) -> int:
 
 
 def _show_log() -> None:
-    """Print the end of what Spark has said, if this process has started it."""
+    """Print the end of Spark's log, if this process has started Spark."""
     jvm = sys.modules.get("airflow_cdc_provider.engine.spark.jvm")
-    words = jvm.last_words() if jvm is not None else ""
+    words = jvm.log_tail() if jvm is not None else ""
     if jvm is not None and words and not values_hidden():
         print(f"The end of Spark's log, {jvm.log_path()}:\n{words}", file=sys.stderr)
 
 
-class _Progress:
-    """Shows progress: one line that is rewritten on a terminal, a line now and then elsewhere."""
+class _ProgressDisplay:
+    """A display of progress: on a terminal one line that is rewritten, elsewhere a new line for each change."""
 
     def __init__(self, json_output: bool) -> None:
         self._terminal = sys.stderr.isatty() and not json_output
@@ -163,34 +162,34 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--pipeline", required=True, metavar="FILE", help="the pipeline file")
         sub.add_argument("--json", action="store_true", help="print one JSON object")
         if writes:
-            sub.add_argument("--takeover", action="store_true", help="go on although another run is alive")
+            sub.add_argument("--takeover", action="store_true", help="continue even if another run is alive")
         return sub
 
-    preflight_ = command("preflight", "Check everything, change nothing.", writes=False)
+    preflight_ = command("preflight", "Check everything without changing anything.", writes=False)
     preflight_.add_argument("--no-spark", action="store_true", help="do not start Spark to check its executors")
-    command("provision", "Create or verify publication, slot, plan and sink record.")
-    snapshot = command("snapshot", "Work on chunks until all are finished.")
+    command("provision", "Create or verify publication, slot, plan and commit record.")
+    snapshot = command("snapshot", "Copy chunks until all are finished.")
     snapshot.add_argument(
-        "--chunks", type=_chunks, metavar="JSON", help='only these chunks: [["public.orders", first index, last], ...]'
+        "--chunks", type=_chunks, metavar="JSON", help='copy only these: [["public.orders", first index, last], ...]'
     )
     stream = command("stream", "Follow the log.")
     stream.add_argument(
         "--until",
         default="forever",
         metavar="forever|caught-up|X/Y",
-        help="go on until stopped (default), until everything committed by now is applied, or until an LSN",
+        help="continue until stopped (default), until everything committed so far is applied, or until an LSN",
     )
     for part in (snapshot, stream):
-        part.add_argument("--epoch", type=int, help="the epoch of the run that this is a part of")
+        part.add_argument("--epoch", type=int, help="the epoch of the run that this part belongs to")
     command("run", "Provision, snapshot, stream until caught up.")
     command("stop", "Ask the running job to end after its current unit.", writes=False)
-    command("status", "Show where the pipeline is.", writes=False)
+    command("status", "Show the state of the pipeline.", writes=False)
     command("verify", "Compare source and sink.", writes=False)
-    maintain = command("maintain", "Join the small files of sinks that have such, remove replaced ones.", writes=False)
+    maintain = command("maintain", "Merge small files of sinks, and remove replaced files.", writes=False)
     maintain.add_argument(
-        "--retention", type=_duration, metavar="DURATION", help="how long replaced files stay, such as '8h'"
+        "--retention", type=_duration, metavar="DURATION", help="how long replaced files are kept, such as '8h'"
     )
-    skip = command("skip", "Pass over messages of a topic that stop the pipeline.")
+    skip = command("skip", "Skip messages of a topic that stop the pipeline.")
     skip.add_argument("--topic", required=True, metavar="NAME", help="the topic")
     skip.add_argument("--partition", required=True, type=int, metavar="N", help="its partition")
     skip.add_argument(
@@ -199,15 +198,15 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         type=_offsets,
         metavar="N|FIRST-LAST",
-        help="one message, or all from one to another; may be repeated",
+        help="one message or a range of messages; may be repeated",
     )
-    drop = command("drop", "Remove slot, publication, state and sink record, never target tables.")
-    drop.add_argument("--yes", action="store_true", help="do not ask")
-    drop.add_argument("--source-gone", action="store_true", help="go on if the source cannot be reached")
+    drop = command("drop", "Remove slot, publication, state and commit record, but no target tables.")
+    drop.add_argument("--yes", action="store_true", help="do not ask for confirmation")
+    drop.add_argument("--source-gone", action="store_true", help="continue even if the source cannot be reached")
     resnapshot = command("resnapshot", "Read tables again.")
-    resnapshot.add_argument("--table", action="append", metavar="SCHEMA.TABLE", help="a table; may be repeated")
-    resnapshot.add_argument("--all", action="store_true", help="all tables, with a new slot and publication")
-    resnapshot.add_argument("--where", metavar="SQL", help="only rows that match on either side")
+    resnapshot.add_argument("--table", action="append", metavar="SCHEMA.TABLE", help="read this table; may be repeated")
+    resnapshot.add_argument("--all", action="store_true", help="read all tables, with a new slot and publication")
+    resnapshot.add_argument("--where", metavar="SQL", help="read only rows that match on either side")
     return parser
 
 
@@ -224,7 +223,7 @@ _STOPPED: dict[str, dict[str, Any]] = {
     },
     "run": {"snapshot": _UNCOPIED, "stream": None},
 }
-"""What commands return that were stopped before they had begun."""
+"""The results of commands that were stopped before they had begun."""
 
 
 def _plain(result: dict[str, Any]) -> str:
@@ -253,7 +252,7 @@ def _status(result: dict[str, Any]) -> str:
         if "offsets" in result:
             lines[-1] += f", {result['lag_messages']:,} messages behind"
             if result["held_messages"]:
-                lines.append(f"held     {result['held_messages']:,} of them by a transaction that a producer left open")
+                lines.append(f"held     {result['held_messages']:,} of them behind an open transaction of a producer")
         elif not slot and "source" not in result["unreachable"]:
             lines.append("slot     none on the source")
     lines += [f"skipped  {_skipped(each)}" for each in result.get("skipped", ())]
@@ -277,18 +276,18 @@ def _status(result: dict[str, Any]) -> str:
 
 
 def _different(attention: dict[str, Any] | None, last: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """What needs attention, and the last error if it is another."""
+    """Return the error that needs attention, and the last error if it is a different one."""
     known = attention is not None and last is not None and attention["message"] == last["message"]
     return [error for error in (attention, None if known else last) if error is not None]
 
 
 def _skipped(skip: dict[str, Any]) -> str:
-    """Tell of messages that are passed over."""
+    """Describe messages that are skipped."""
     last = f"-{skip['last']}" if skip["last"] > skip["first"] else ""
     return f"{skip['topic']}[{skip['partition']}] {skip['first']}{last}: {skip['cause']}"
 
 
-_LEVELS = {"ok": "", "warning": " (close to the budget)", "exceeded": " (beyond the budget)"}
+_LEVELS = {"ok": "", "warning": " (close to the budget)", "exceeded": " (above the budget)"}
 
 
 def _restart(restart: dict[str, Any]) -> str:
@@ -297,7 +296,7 @@ def _restart(restart: dict[str, Any]) -> str:
 
 
 def _named(table: dict[str, Any]) -> str:
-    """A compared table, with its sink where there are several."""
+    """Return the name of a compared table, with its sink if there are several."""
     return f"{table['table']} in {table['sink']}" if "sink" in table else str(table["table"])
 
 
@@ -315,9 +314,9 @@ def _verify(result: dict[str, Any]) -> str:
         for d in t["differences"]
     ]
     if result["not_compared"]:
-        lines.append(f"Not compared, as changelogs without a key: {', '.join(result['not_compared'])}.")
+        lines.append(f"Not compared, because they are changelogs without a key: {', '.join(result['not_compared'])}.")
     lines += [
-        f"{sink} converts values to types of its own (sink.types: convert): what these do not keep is a difference."
+        f"{sink} converts values to its own types (sink.types: convert): a value that changes counts as a difference."
         for sink in result["converting"]
     ]
     if not result["equal"] and not result["live"] and result["lag_bytes"]:
@@ -327,7 +326,7 @@ def _verify(result: dict[str, Any]) -> str:
 
 def _provision(result: dict[str, Any]) -> str:
     if result["requested"]:
-        return "The running stream has been asked to take the new tables in."
+        return "The running stream has been asked to add the new tables."
     return (
         f"{len(result['tables'])} tables in {result['chunks']} chunks, epoch {result['epoch']},"
         f" applied {result['applied_lsn']}"
@@ -349,7 +348,7 @@ def _run(result: dict[str, Any]) -> str:
 
 def _maintain(result: dict[str, Any]) -> str:
     lines = [f"{sink['sink']}: {_plain(done)}" for sink in result["sinks"] for done in sink["done"]]
-    return "\n".join(lines) or "No sink of the pipeline needs it."
+    return "\n".join(lines) or "No sink of the pipeline needs maintenance."
 
 
 _HUMAN: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -359,6 +358,6 @@ _HUMAN: dict[str, Callable[[dict[str, Any]], str]] = {
     "provision": _provision,
     "maintain": _maintain,
     "preflight": lambda result: f"All {len(result['findings'])} checks passed.",
-    "skip": lambda result: "\n".join(f"Passed over: {_skipped(each)}" for each in result["skipped"]),
+    "skip": lambda result: "\n".join(f"Skipped: {_skipped(each)}" for each in result["skipped"]),
     "stop": lambda result: f"Asked {', '.join(result['asked'])} to end." if result["asked"] else "Nothing is running.",
 }

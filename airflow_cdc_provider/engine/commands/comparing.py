@@ -1,4 +1,4 @@
-"""``verify``: source and sink are compared, table by table."""
+"""``verify``: compares source and sink, table by table."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from airflow_cdc_provider.engine.state.heartbeat import is_streaming
 def verify(pipeline: Pipeline, *, report: Report = silent) -> dict[str, Any]:
     """Compare source and sink, table by table."""
 
-    def tell(table: str, done: int, total: int) -> None:
+    def report_progress(table: str, done: int, total: int) -> None:
         report("verify", {"table": table, "done": done, "total": total})
 
     with noting_errors(pipeline, "verify", ends_run=False):
-        existing_record(pipeline)  # without one there is nothing to be compared
+        existing_record(pipeline)  # without a record there is nothing to compare
         live = is_streaming(State(pipeline.state))
-        return source_of(pipeline).verify(live, tell) | {"converting": converting_sinks(pipeline)}
+        return source_of(pipeline).verify(live, report_progress) | {"converting": converting_sinks(pipeline)}

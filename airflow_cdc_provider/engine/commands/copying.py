@@ -1,4 +1,4 @@
-"""``snapshot``: chunks are copied until all are finished."""
+"""``snapshot``: copies chunks until all are finished."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.commit_records import existing_record
 from airflow_cdc_provider.engine.runs.progress import SnapshotProgress
-from airflow_cdc_provider.engine.runs.record_copy import write_ledger
+from airflow_cdc_provider.engine.runs.record_copy import write_record_copy
 from airflow_cdc_provider.engine.runs.restarting import keep_trying
 from airflow_cdc_provider.engine.runs.run import run_part
 from airflow_cdc_provider.engine.sources.contract import source_of
 
 
 def unfinished(pipeline: Pipeline) -> list[dict[str, Any]]:
-    """The chunks that have not been committed, with their bounds as humans read them."""
+    """Return the chunks that have not been committed, with their bounds for humans."""
     chunks = ((c, c.shown_bounds) for c in existing_record(pipeline).unfinished)
     return [{"table": c.table, "index": c.index, "lower": lower, "upper": upper} for c, (lower, upper) in chunks]
 
@@ -34,10 +34,10 @@ def snapshot(
 ) -> dict[str, Any]:
     """Copy chunks until all are finished.
 
-    :param epoch: of the run that this is a part of; ``None`` for a run of its own.
-    :param chunks: only these; ``None`` for all.
+    :param epoch: the epoch of the run that this part belongs to; ``None`` to begin a run.
+    :param chunks: ranges of the chunks to copy; ``None`` for all.
     """
-    from airflow_cdc_provider.engine.spark.session import outliving
+    from airflow_cdc_provider.engine.spark.session import reporting_jvm_end
 
     part, nothing = part_of(chunks), {"chunks": 0, "finished": 0, "rows": 0, "seconds": 0.0}
     if not choose_chunks(existing_record(pipeline), chunks):
@@ -48,7 +48,7 @@ def snapshot(
         ours = frozenset(chosen)
         if not chosen:
             return nothing
-        write_ledger(pipeline, run.state, record)
+        write_record_copy(pipeline, run.state, record)
         done = SnapshotProgress(len(chosen))
 
         def attempt(record: Record) -> None:
@@ -57,15 +57,15 @@ def snapshot(
             finished = frozenset((c.chunk.table, c.chunk.index) for c in copied)
             before = done = SnapshotProgress(len(chosen), finished, sum(c.rows for c in copied), done.seconds)
 
-            def tell(progress: SnapshotProgress) -> None:
+            def report_progress(progress: SnapshotProgress) -> None:
                 nonlocal done
                 done = before.plus(progress)
                 run.progress = done.as_dict()
                 report("snapshot", run.progress)
 
-            with outliving(spark, lambda: run.stopping):
-                source_of(pipeline).copy_chunks(spark, run, record, choose_chunks(record, chunks), tell)
+            with reporting_jvm_end(spark, lambda: run.stopping):
+                source_of(pipeline).copy_chunks(spark, run, record, choose_chunks(record, chunks), report_progress)
 
         keep_trying(run, record, attempt)
-        write_ledger(pipeline, run.state, existing_record(pipeline))
+        write_record_copy(pipeline, run.state, existing_record(pipeline))
         return {name: done.as_dict()[name] for name in ("chunks", "finished", "rows", "seconds", "rows_per_second")}

@@ -1,4 +1,4 @@
-"""The commands by their names, for the command line, which imports this when it listens to signals."""
+"""The commands by name, for the command line, which imports this module once it handles signals."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Handler = Callable[[Pipeline, argparse.Namespace, commands.Report], dict[str, An
 def run_command(options: argparse.Namespace, report: commands.Report) -> tuple[ExitCode, dict[str, Any]]:
     """Run a command.
 
-    :param options: as the command line has parsed them.
+    :param options: the parsed options of the command line.
     :returns: its exit code and its result.
-    :raises CdcError: when it fails.
+    :raises CdcError: if it fails.
     """
     check_wanted()
     pipeline = Pipeline.load(options.pipeline)
@@ -67,7 +67,7 @@ def _preflight(pipeline: Pipeline, options: argparse.Namespace, report: commands
 
 
 def _show(findings: Sequence[Finding], options: argparse.Namespace) -> None:
-    """Print what has been found, and raise the first error."""
+    """Print findings, and raise the first error."""
     if not options.json:
         for finding in findings:
             remedy = f" {finding.error.solution}" if finding.error else ""
@@ -79,7 +79,7 @@ def _drop(pipeline: Pipeline, options: argparse.Namespace, report: commands.Repo
     if not options.yes:
         if not sys.stdin.isatty():
             raise ConfigError("drop needs a confirmation", "Add --yes.")
-        answer = input(f"Remove slot, publication, state and sink record of {pipeline.name}? Type its name: ")
+        answer = input(f"Remove slot, publication, state and commit record of {pipeline.name}? Type its name: ")
         if answer.strip() != pipeline.name:
             raise ConfigError("drop was not confirmed", "Type the pipeline's name, or add --yes.")
     return commands.drop(pipeline, takeover=options.takeover, source_gone=options.source_gone)

@@ -1,4 +1,4 @@
-"""``stream``: the source is followed until an end is reached."""
+"""``stream``: follows the source until an end is reached."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def stream(
 ) -> dict[str, Any]:
     """Follow the log.
 
-    :param until: ``forever``, ``caught-up`` (everything committed before this command began, and H, is durable in the
-        sink) or ``lsn:X/Y``; see :meth:`.Ending.parse`.
+    :param until: ``forever``, ``caught-up`` (until everything committed before this command began, and up to the high
+        watermark, is durable in the sink) or ``lsn:X/Y``; see :meth:`.Ending.parse`.
     """
-    from airflow_cdc_provider.engine.spark.session import outliving
+    from airflow_cdc_provider.engine.spark.session import reporting_jvm_end
 
     ending = Ending.parse(until)
     with run_with_spark(pipeline, STREAM, epoch, takeover) as (run, record, spark):
@@ -39,16 +39,16 @@ def stream(
         def attempt(record: Record) -> None:
             before = done
 
-            def tell(progress: StreamProgress) -> None:
+            def report_progress(progress: StreamProgress) -> None:
                 nonlocal done
                 done = before.plus(progress)
                 run.progress = done.as_dict()
                 report("stream", run.progress)
 
-            with outliving(spark, lambda: run.stopping):
-                follow(spark, run, record, tell)
+            with reporting_jvm_end(spark, lambda: run.stopping):
+                follow(spark, run, record, report_progress)
 
         keep_trying(run, record, attempt)
-        told = done.as_dict() | run.lag.as_dict()
+        result = done.as_dict() | run.lag.as_dict()
         names = ("applied_lsn", "changes", "tables", "lag_bytes", "lag_seconds")
-        return {name: told[name] for name in names} | {"caught_up": reached(done)}
+        return {name: result[name] for name in names} | {"caught_up": reached(done)}

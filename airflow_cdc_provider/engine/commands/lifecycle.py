@@ -1,4 +1,4 @@
-"""Commands that check, stop, tidy and remove a pipeline."""
+"""Commands that check, stop, maintain and remove a pipeline."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from airflow_cdc_provider.engine.commands import checks
 from airflow_cdc_provider.engine.commands.attention import noting_errors
 from airflow_cdc_provider.engine.core.findings import Finding, require
-from airflow_cdc_provider.engine.pipeline.kinds import Maintained
+from airflow_cdc_provider.engine.pipeline.kinds import MaintainedSink
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.pipeline.registry import sink_plugin
 from airflow_cdc_provider.engine.runs.run_errors import request_stop
@@ -17,9 +17,9 @@ from airflow_cdc_provider.engine.state.files import State
 
 
 def preflight(pipeline: Pipeline) -> dict[str, Any]:
-    """Check everything, change nothing.
+    """Check everything without changing anything.
 
-    :raises CdcError: the first finding that stands in the way.
+    :raises CdcError: the error of the first check that failed.
     """
     with noting_errors(pipeline, "preflight"):
         findings = checks.preflight(pipeline)
@@ -28,7 +28,7 @@ def preflight(pipeline: Pipeline) -> dict[str, Any]:
 
 
 def findings_dict(finding: Finding) -> dict[str, Any]:
-    """A finding as JSON values."""
+    """Return a finding as JSON values."""
     solution = {"solution": finding.error.solution} if finding.error else {}
     return {
         "check": finding.check,
@@ -47,18 +47,18 @@ def stop(pipeline: Pipeline) -> dict[str, Any]:
 def skip(
     pipeline: Pipeline, topic: str, partition: int, offsets: Sequence[tuple[int, int]], *, takeover: bool = False
 ) -> dict[str, Any]:
-    """Pass over messages of a topic that stop the pipeline; the sinks' records note them.
+    """Skip messages of a topic that stop the pipeline; the sinks' commit records store them.
 
-    :param offsets: ranges, of which the first and the last one are included.
-    :raises ConfigError: when the pipeline reads tables, or a message has been read or is not there.
+    :param offsets: ranges of offsets, first and last included.
+    :raises ConfigError: if the pipeline reads tables, or if a message has been read already or does not exist.
     """
     return dict(source_of(pipeline).skip(topic, partition, offsets, takeover))
 
 
 def maintain(pipeline: Pipeline, retention: float | None = None) -> dict[str, Any]:
-    """Tidy the stores of those sinks that need it; the pipeline's jobs may go on meanwhile.
+    """Maintain the stores of those sinks that need it; the pipeline's jobs may keep running.
 
-    :param retention: seconds that replaced files stay, for readers; each store's own by default.
+    :param retention: seconds that replaced files are kept for readers; each store's own setting by default.
     """
     with noting_errors(pipeline, "maintain", ends_run=False):
         return {
@@ -66,14 +66,15 @@ def maintain(pipeline: Pipeline, retention: float | None = None) -> dict[str, An
                 {"sink": sink.place, "done": list(plugin.maintain(sink, pipeline.name, retention))}
                 for sink in pipeline.sinks
                 for plugin in [sink_plugin(sink.type)]
-                if isinstance(plugin, Maintained)
+                if isinstance(plugin, MaintainedSink)
             ]
         }
 
 
 def drop(pipeline: Pipeline, *, takeover: bool = False, source_gone: bool = False) -> dict[str, Any]:
-    """Remove slot, publication, state, sink record and staging; never target tables.
+    """Remove slot, publication, state, commit record and staging, but no target tables.
 
-    :param source_gone: go on if the source cannot be reached; ``left`` has the SQL that removes what is left there.
+    :param source_gone: whether to continue if the source cannot be reached; the result's ``left`` then has the SQL that
+        removes the leftover objects at the source.
     """
     return {"dropped": pipeline.name, "left": source_of(pipeline).remove(takeover, source_gone)}

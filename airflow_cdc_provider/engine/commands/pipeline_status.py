@@ -1,4 +1,4 @@
-"""``status``: where a pipeline is."""
+"""``status``: the state of a pipeline."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from airflow_cdc_provider.engine.commands.attention import (
     NEEDED,
     STARTING,
+    problem_in_state,
     starting,
-    trouble_in_state,
 )
 from airflow_cdc_provider.engine.core.errors import ConnectionFailed
 from airflow_cdc_provider.engine.core.lsn import format_lsn
@@ -19,16 +19,16 @@ from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.commit_records import sink_of
 from airflow_cdc_provider.engine.runs.run_errors import last_error
 from airflow_cdc_provider.engine.sinks.all_records import merged
-from airflow_cdc_provider.engine.sources.contract import SourceStatus, source_of, trouble_of
+from airflow_cdc_provider.engine.sources.contract import SourceStatus, blocking_error, source_of
 from airflow_cdc_provider.engine.state.chunk_progress import chunk_grid
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.heartbeat import STREAM, Heartbeat, read_heartbeats
 
 
 def status(pipeline: Pipeline) -> dict[str, Any]:
-    """Where the pipeline is. While a job lives, a server that cannot be reached is a part of the answer.
+    """Return the state of the pipeline; while a job is alive, unreachable servers are part of the result.
 
-    :raises ConnectionFailed: when a server cannot be reached and no job lives.
+    :raises ConnectionFailed: if a server cannot be reached and no job is alive.
     """
     state = State(pipeline.state)
     all_beats = read_heartbeats(state)
@@ -45,7 +45,7 @@ def status(pipeline: Pipeline) -> dict[str, Any]:
     known = [record for record in records.values() if record is not None]
     if len(known) == len(pipeline.sinks):
         record = merged(known)
-    foreign = trouble_of(partial(_require_kinds, pipeline, known))
+    foreign = blocking_error(partial(_require_kinds, pipeline, known))
     at_source = SourceStatus(trouble=foreign)
     if foreign is None:
         try:
@@ -56,12 +56,12 @@ def status(pipeline: Pipeline) -> dict[str, Any]:
         raise next(iter(unreachable.values()))
     lag_seconds = at_source.lag_seconds
     if lag_seconds is not None:  # a live stream knows whether there is anything to apply
-        told = (beat.progress.get("lag_seconds") for beat in beats if beat.part == STREAM)
-        lag_seconds = next((seconds for seconds in told if seconds is not None), lag_seconds)
+        reported = (beat.progress.get("lag_seconds") for beat in beats if beat.part == STREAM)
+        lag_seconds = next((seconds for seconds in reported if seconds is not None), lag_seconds)
     converting = converting_sinks(pipeline)
     restart = next((beat.progress["restart"] for beat in beats if "restart" in beat.progress), None)
     error = restart["error"] if restart else last_error(state)
-    attention = at_source.trouble.as_dict() if at_source.trouble is not None else trouble_in_state(state, all_beats)
+    attention = at_source.trouble.as_dict() if at_source.trouble is not None else problem_in_state(state, all_beats)
     condition = _condition(record, beats, restart, bool(starting(state, all_beats)), attention is not None)
     return {
         "pipeline": pipeline.name,
@@ -118,5 +118,5 @@ def _condition(
 
 
 def converting_sinks(pipeline: Pipeline) -> list[str]:
-    """The sinks whose target tables need not keep the source's values, since the file says so."""
+    """Return the sinks whose target tables may convert the source's values, as configured in the file."""
     return [sink.place for sink in pipeline.sinks if getattr(sink, "types", "keep") == "convert"]

@@ -1,4 +1,4 @@
-"""``provision``: what a pipeline needs before its first row is copied."""
+"""``provision``: creates everything that a pipeline needs before its first row is copied."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from airflow_cdc_provider.engine.core.lsn import format_lsn
 from airflow_cdc_provider.engine.core.record import Record, require_kind
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.commit_records import existing_record
-from airflow_cdc_provider.engine.runs.record_copy import read_ledger
+from airflow_cdc_provider.engine.runs.record_copy import read_record_copy
 from airflow_cdc_provider.engine.runs.sink_checks import require_mode
 from airflow_cdc_provider.engine.sources.contract import source_of
 from airflow_cdc_provider.engine.state.files import State
@@ -21,12 +21,12 @@ from airflow_cdc_provider.engine.state.location import refuse_others
 
 
 def provision(pipeline: Pipeline, takeover: bool = False) -> dict[str, Any]:
-    """Create, or verify, publication, slot, target tables, plan and commit record; take the epoch of a run.
+    """Create or verify publication, slot, target tables, plan and commit record, and take the epoch of a run.
 
-    While a stream lives, tables that the file has gained are left to it, and nothing else is done: ``requested`` is
-    then the name of the request.
+    While a stream is alive, only tables that were added to the file are handled: the stream is asked to add them, and
+    ``requested`` is the name of the request.
 
-    :param takeover: go on although another run is alive.
+    :param takeover: whether to continue even if another run is alive.
     """
     with noting_errors(pipeline, PROVISION):
         return _provision(pipeline, takeover)
@@ -44,14 +44,14 @@ def _provision(pipeline: Pipeline, takeover: bool) -> dict[str, Any]:
 
 
 def _require_ready(pipeline: Pipeline) -> None:
-    """Check everything before anything is made.
+    """Check everything before anything is created.
 
-    :raises CdcError: the first finding that stands in the way.
+    :raises CdcError: the error of the first check that failed.
     """
     state = State(pipeline.state)
     refuse_others(state, pipeline.name)
     for branch in pipeline.branches:
-        if read_ledger(branch, state) is not None:  # so that there has been a record, which must not be begun anew
+        if read_record_copy(branch, state) is not None:  # there has been a record, which must not be created again
             record = existing_record(branch)
             require_kind(branch.source.type, record.identity)
             require_mode(branch, record.identity)

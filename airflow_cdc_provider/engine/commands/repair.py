@@ -1,4 +1,4 @@
-"""``resnapshot``: tables are read again, or everything is."""
+"""``resnapshot``: reads some tables again, or all."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ def resnapshot(
     request: str | None = None,
     report: Report = silent,
 ) -> dict[str, Any]:
-    """Read tables again, as they are defined now: the live stream does it between two units, or else this command.
+    """Read tables again, as they are defined now; a live stream does it between two units, otherwise this command.
 
-    A table that the file has gained joins the pipeline so.
+    Tables that were added to the file join the pipeline in this way.
 
-    :param everything: recreate publication and slot too, and read all tables: the repair for a lost slot.
-    :param where: read only rows that match on either side.
-    :param request: the name of the request that is left for a live stream, see :func:`.requests.new_name`.
-    :returns: either the name of the ``requested``, or the ``rows``, and how many of each of the ``tables``.
+    :param everything: whether to recreate publication and slot, and read all tables: the repair for a lost slot.
+    :param where: SQL condition; read only rows that match it on either side.
+    :param request: the name of the request for a live stream, see :func:`.requests.new_name`.
+    :returns: the name of the request as ``requested``; or the number of ``rows``, and those of each table as
+        ``tables``.
     """
     rereads = source_of(pipeline).rereads("resnapshot")
     if everything == bool(tables) or (everything and where):
-        raise ConfigError("resnapshot takes either --table (with --where if wanted) or --all", "Give one of the two.")
+        raise ConfigError("resnapshot takes either --table (optionally with --where) or --all", "Give one of the two.")
     with noting_errors(pipeline, RESNAPSHOT, ends_run=everything):
         return _resnapshot(pipeline, rereads, tables, everything, where, takeover, request, report)
 
@@ -75,7 +76,7 @@ def _resnapshot(
 
 
 def start_over(pipeline: Pipeline, *, takeover: bool = False) -> dict[str, Any]:
-    """Recreate publication and slot, and plan all tables to be read again; a snapshot under the epoch reads them."""
+    """Recreate publication and slot, and plan to read all tables again; a snapshot under the epoch reads them."""
     rereads = source_of(pipeline).rereads("resnapshot")
     with noting_errors(pipeline, PROVISION):
         epoch = rereads.start_over(takeover)

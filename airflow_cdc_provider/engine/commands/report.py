@@ -1,4 +1,4 @@
-"""How a command reports its progress."""
+"""The function with which a command reports its progress."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""What comes before a run takes the epoch: all that can fail before its first commit, while the run before it goes on.
+"""Prepares a run before it takes the epoch: all steps that can fail before the first commit.
 
-Taking the epoch ends the run that has it. One that took it first, and then could not start Spark, would leave nobody.
+Taking the epoch ends the run that has it. If a run took it first and then could not start Spark, no run would be left.
+Therefore the previous run continues during these steps.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ if TYPE_CHECKING:
 def run_with_spark(
     pipeline: Pipeline, part: str, epoch: int | None, takeover: bool
 ) -> Iterator[tuple[Run, Record, SparkSession]]:
-    """Work on a pipeline with Spark, see :func:`.run_part`; a run of its own takes the epoch once Spark is there.
+    """Work on a pipeline with Spark, see :func:`.run_part`; a new run takes the epoch once Spark has started.
 
-    :param epoch: the epoch of the run this is a part of, which has ended others already; ``None`` to take a new one.
-    :raises SparkUnusable: when Spark cannot be used.
+    :param epoch: the epoch of the run that the part belongs to, which has already ended others; ``None`` to take a new
+        one.
+    :raises SparkUnusable: if Spark cannot be used.
     """
     from airflow_cdc_provider.engine.spark.session import spark_session
 
@@ -57,10 +59,10 @@ def run_with_spark(
 def spark_before(pipeline: Pipeline, part: str, title: str, check: Callable[[], None]) -> Iterator[SparkSession]:
     """Start Spark for a block that takes the epoch.
 
-    :param part: what the run begins with.
-    :param title: for the application's name.
-    :param check: raises what else stands in the way; called before Spark is started.
-    :raises SparkUnusable: when Spark cannot be used.
+    :param part: the part that the run begins with.
+    :param title: title for the application's name.
+    :param check: raises other errors that prevent the run; called before Spark is started.
+    :raises SparkUnusable: if Spark cannot be used.
     """
     from airflow_cdc_provider.engine.spark.session import spark_session
 
@@ -75,9 +77,9 @@ def spark_before(pipeline: Pipeline, part: str, title: str, check: Callable[[], 
 
 
 def rehearse(pipeline: Pipeline, part: str, takeover: bool) -> None:
-    """Check what a part of a run is refused for, without writing anything.
+    """Check whether a part of a run would be refused, without writing anything.
 
-    :raises CdcError: see :func:`.run_part`.
+    :raises CdcError: if it would be, see :func:`.run_part`.
     """
     state = State(pipeline.state)
     require_client(pipeline)
@@ -96,7 +98,7 @@ def rehearse(pipeline: Pipeline, part: str, takeover: bool) -> None:
 def require_copied(pipeline: Pipeline, record: Record) -> None:
     """Refuse to stream before all chunks have been read.
 
-    :raises GateClosed: when some have not.
+    :raises GateClosed: if some have not been read.
     """
     if record.unfinished:
         raise GateClosed(
@@ -111,9 +113,9 @@ def _named(run: Run, spark: SparkSession) -> Run:
 
 
 def refuse_second(pipeline: Pipeline, takeover: bool) -> None:
-    """Refuse to go on while another run is alive, whether the pipeline has been provisioned or not.
+    """Refuse to continue while another run is alive, even if the pipeline has not been provisioned.
 
-    :raises SecondWriter: naming it.
+    :raises SecondWriter: if there is one; names it.
     """
     record = record_if_any(pipeline)
     refuse_second_writer(State(pipeline.state), record.epoch if record else 0, None, takeover)

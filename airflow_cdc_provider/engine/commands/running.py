@@ -19,7 +19,7 @@ from airflow_cdc_provider.engine.state.heartbeat import PROVISION, is_streaming
 
 
 def run(pipeline: Pipeline, *, takeover: bool = False, report: Report = silent) -> dict[str, Any]:
-    """Provision, snapshot, stream until caught up; with ``snapshot.mode: only``, remove the slot then."""
+    """Provision, snapshot, and stream until caught up; with ``snapshot.mode: only``, remove the slot afterwards."""
     if pipeline.snapshot.mode == "only" and _finished_for_good(pipeline):
         return {"snapshot": None, "stream": None}
     with spark_before(pipeline, PROVISION, "run", lambda: _check_run(pipeline, takeover)):
@@ -27,10 +27,10 @@ def run(pipeline: Pipeline, *, takeover: bool = False, report: Report = silent) 
 
 
 def _check_run(pipeline: Pipeline, takeover: bool) -> None:
-    """Check what :func:`run` is refused for, before Spark is started for it."""
+    """Check whether :func:`run` would be refused, before Spark is started for it."""
     require(checks.preflight(pipeline))
     asks = not takeover and is_streaming(State(pipeline.state)) and source_of(pipeline).joining()
-    if not asks:  # else tables that have joined are left to the stream
+    if not asks:  # otherwise the running stream adds the new tables
         refuse_second(pipeline, takeover)
 
 
@@ -48,6 +48,6 @@ def _run(pipeline: Pipeline, takeover: bool, report: Report) -> dict[str, Any]:
 
 
 def _finished_for_good(pipeline: Pipeline) -> bool:
-    """Whether a copy without a stream is complete: consistent, and its slot removed."""
+    """Return whether a copy without a stream is complete, which means consistent and with its slot removed."""
     record = commit_record_of(pipeline).record()
     return record is not None and source_of(pipeline).is_finished(record)

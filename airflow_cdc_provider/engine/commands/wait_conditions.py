@@ -1,8 +1,7 @@
-"""What can be waited for: that a slot moves, keeps little log, is well; that the sink follows, and has all chunks.
+"""The conditions to wait for: a slot advances, retains little log, or is healthy; a sink keeps up, or has all chunks.
 
-Pure: what was seen of the servers goes in, a judgement comes out. It says whether the
-expectation has come true, and in a sentence how things stand; what cannot come true any
-more is refused with the repair.
+The evaluation is a pure function of the observed state of the servers. Its result is whether the condition holds, and a
+sentence that describes the current state. A condition that can no longer become true raises an error with the repair.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from airflow_cdc_provider.engine.sources.postgres.provision.gate import REPAIR, 
 
 @dataclass(frozen=True)
 class Seen:
-    """What is known of a slot and its pipeline at one moment.
+    """The observed state of a slot and its pipeline at one moment.
 
     :param slot: the slot's name.
-    :param pipeline: the pipeline whose slot it is, if one was named.
-    :param slots: of the source, where the expectation is about them.
-    :param record: the sink's, where the expectation is about it; ``None`` when there is none yet.
-    :param start: where the slot's ``restart_lsn`` was at the first look.
+    :param pipeline: the pipeline of the slot, if one was named.
+    :param slots: the slots of the source, if the condition depends on them.
+    :param record: the commit record of the sink, if the condition depends on it; ``None`` if there is none yet.
+    :param start: ``restart_lsn`` of the slot at the first observation.
     :param now: seconds since 1970.
     """
 
@@ -43,9 +42,9 @@ class Seen:
 
     @property
     def state(self) -> SlotState:
-        """The slot's.
+        """Return the state of the slot.
 
-        :raises GateClosed: when there is no such slot, or it is lost.
+        :raises GateClosed: if the slot does not exist or is lost.
         """
         state = self.slots.states.get(self.slot) if self.slots else None
         if state is None:
@@ -59,52 +58,51 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """Whether an expectation has come true, and a sentence that tells how things stand."""
+class Evaluation:
+    """The result of a condition: whether it holds, and a sentence that describes the current state."""
 
     reached: bool
     sentence: str
 
 
 @dataclass(frozen=True)
-class Expectation(ABC):
-    """Something to wait for."""
+class WaitCondition(ABC):
+    """A condition to wait for."""
 
     about_slots: ClassVar[bool] = True
     about_record: ClassVar[bool] = False
     remedy: ClassVar[str]
-    """What to do if it does not come true for too long."""
+    """The remedy if the condition does not hold in time."""
 
     @abstractmethod
-    def judge(self, seen: Seen) -> Judgement:
-        """Judge what was seen.
+    def evaluate(self, seen: Seen) -> Evaluation:
+        """Evaluate the condition for an observed state.
 
-        :raises GateClosed: when it cannot come true any more.
+        :raises GateClosed: if the condition can no longer become true.
         """
 
 
 @dataclass(frozen=True)
-class Progress(Expectation):
-    """The slot has moved, so that the source can remove log; everything that is given must hold.
+class Progress(WaitCondition):
+    """The condition that the slot has advanced, so that the source can remove log; all given positions must be reached.
 
-    Without a position: ``restart_lsn`` has moved since the first look.
+    If no position is given, ``restart_lsn`` must have advanced since the first observation.
 
-    :param moved_since: ``restart_lsn`` is beyond it.
-    :param restart_lsn: ``restart_lsn`` is at or beyond it.
-    :param confirmed_flush_lsn: ``confirmed_flush_lsn`` is at or beyond it.
+    :param moved_since: position beyond which ``restart_lsn`` must be.
+    :param restart_lsn: position that ``restart_lsn`` must have reached.
+    :param confirmed_flush_lsn: position that ``confirmed_flush_lsn`` must have reached.
     """
 
     remedy = (
-        "See whether a stream reads from the slot and what it waits for (`airflow-cdc status`), and whether an old"
-        " transaction of the source holds restart_lsn back (pg_stat_activity, pg_prepared_xacts)."
+        "Check with `airflow-cdc status` whether a stream reads from the slot and what it waits for. Check whether an"
+        " old transaction of the source holds restart_lsn back (pg_stat_activity, pg_prepared_xacts)."
     )
 
     moved_since: Lsn | None = None
     restart_lsn: Lsn | None = None
     confirmed_flush_lsn: Lsn | None = None
 
-    def judge(self, seen: Seen) -> Judgement:
-        """See :meth:`Expectation.judge`."""
+    def evaluate(self, seen: Seen) -> Evaluation:
         state = seen.state
         since = self.moved_since
         if (since, self.restart_lsn, self.confirmed_flush_lsn) == (None, None, None):
@@ -118,7 +116,7 @@ class Progress(Expectation):
             ),
         ]
         missing = [what for reached, what in wanted if not reached]
-        return Judgement(
+        return Evaluation(
             not missing,
             f"slot {seen.slot!r} is at restart_lsn {format_lsn(state.restart_lsn)}, confirmed_flush_lsn"
             f" {format_lsn(state.confirmed_flush_lsn)}" + (f"; awaited: {', '.join(missing)}" if missing else ""),
@@ -126,57 +124,55 @@ class Progress(Expectation):
 
 
 @dataclass(frozen=True)
-class Retained(Expectation):
-    """The source keeps less log for the slot than a budget.
+class Retained(WaitCondition):
+    """The condition that the source retains less log for the slot than a budget.
 
-    :param below: bytes; without it ``stream.max_retained_wal`` of the pipeline file.
+    :param below: bytes; ``stream.max_retained_wal`` of the pipeline file by default.
     """
 
     remedy = (
-        "See what keeps the stream from applying the log (`airflow-cdc status`), and look for old transactions on the"
-        " source. Make room on its disk, or raise the budget."
+        "Check with `airflow-cdc status` what keeps the stream from applying the log, and look for old transactions on"
+        " the source. Free space on its disk, or raise the budget."
     )
 
     below: int | None = None
 
-    def judge(self, seen: Seen) -> Judgement:
-        """See :meth:`Expectation.judge`."""
+    def evaluate(self, seen: Seen) -> Evaluation:
         if self.below is None and seen.pipeline is None:
             raise ConfigError("there is no budget for the slot", "Give `below`, or `pipeline`, whose file has one.")
         limit = self.below if self.below is not None or seen.pipeline is None else seen.pipeline.stream.max_retained_wal
         retained = seen.state.retained
-        return Judgement(
+        return Evaluation(
             retained < (limit or 0),
             f"slot {seen.slot!r} retains {human_bytes(retained)} of log; the budget is {human_bytes(limit)}",
         )
 
 
 @dataclass(frozen=True)
-class Lag(Expectation):
-    """The sink is behind the source by less than this; everything that is given must hold.
+class LagBelow(WaitCondition):
+    """The condition that the sink's lag is below limits; all given limits must hold.
 
-    :param below_bytes: of log between what is applied and its end.
-    :param below_seconds: since the sink last advanced while it is behind.
+    :param below_bytes: bytes of log between the applied LSN and the end of the log.
+    :param below_seconds: seconds since the sink last advanced, if it is behind.
     """
 
     about_record = True
-    remedy = "See whether the stream runs and what it waits for: `airflow-cdc status`."
+    remedy = "Check with `airflow-cdc status` whether the stream runs and what it waits for."
 
     below_bytes: int | None = None
     below_seconds: float | None = None
 
-    def judge(self, seen: Seen) -> Judgement:
-        """See :meth:`Expectation.judge`."""
+    def evaluate(self, seen: Seen) -> Evaluation:
         if seen.record is None or seen.slots is None:
-            return Judgement(False, _NO_RECORD)
-        _ = seen.state  # made before the record
+            return Evaluation(False, _NO_RECORD)
+        _ = seen.state  # raises an error if the slot is missing; it is created before the record
         behind, seconds = seen.record.lag(seen.slots.end, seen.now)
         reached = (self.below_bytes is None or behind < self.below_bytes) and (
             self.below_seconds is None or seconds < self.below_seconds
         )
         limits = [human_bytes(self.below_bytes)] if self.below_bytes is not None else []
         limits += [f"{self.below_seconds:g} s"] if self.below_seconds is not None else []
-        return Judgement(
+        return Evaluation(
             reached,
             f"the sink is {human_bytes(behind)} and {seconds:.1f} s behind"
             + ("" if reached else f"; awaited: less than {' and '.join(limits)}"),
@@ -184,18 +180,17 @@ class Lag(Expectation):
 
 
 @dataclass(frozen=True)
-class Healthy(Expectation):
-    """The server keeps all that the slot needs, and is not about to remove it."""
+class Healthy(WaitCondition):
+    """The condition that the server retains all the log that the slot needs, and is not about to remove it."""
 
     remedy = (
         "Let the stream catch up, or raise max_slot_wal_keep_size on the source: at the next checkpoint the slot may be"
         " lost, and all tables would have to be read again."
     )
 
-    def judge(self, seen: Seen) -> Judgement:
-        """See :meth:`Expectation.judge`."""
+    def evaluate(self, seen: Seen) -> Evaluation:
         state = seen.state
-        return Judgement(
+        return Evaluation(
             state.wal_status in ("reserved", "extended"),
             f"slot {seen.slot!r} has wal_status {state.wal_status} and retains {human_bytes(state.retained)} of log"
             + ("; it exceeds max_slot_wal_keep_size" if state.wal_status == "unreserved" else ""),
@@ -203,28 +198,28 @@ class Healthy(Expectation):
 
 
 @dataclass(frozen=True)
-class Finished(Expectation):
-    """All chunks of the snapshot are in the sink.
+class Finished(WaitCondition):
+    """The condition that all chunks of the snapshot are in the sink.
 
-    :param consistent: also the changes made while they were read, so that the tables are as the source once was.
+    :param consistent: whether the sink must also have the changes made while the chunks were read, so that the tables
+        are in a state that the source once had.
     """
 
     about_slots = False
     about_record = True
-    remedy = "See whether the snapshot runs and what it waits for: `airflow-cdc status`."
+    remedy = "Check with `airflow-cdc status` whether the snapshot runs and what it waits for."
 
     consistent: bool = False
 
-    def judge(self, seen: Seen) -> Judgement:
-        """See :meth:`Expectation.judge`."""
+    def evaluate(self, seen: Seen) -> Evaluation:
         if seen.record is None:
-            return Judgement(False, _NO_RECORD)
+            return Evaluation(False, _NO_RECORD)
         chunks, unfinished = len(seen.record.chunks), len(seen.record.unfinished)
         sentence = f"{chunks - unfinished} of {chunks} chunks are finished"
         if unfinished or not self.consistent:
-            return Judgement(not unfinished, sentence)
+            return Evaluation(not unfinished, sentence)
         applied, high = seen.record.applied, seen.record.high
-        return Judgement(applied >= high, f"{sentence}; applied up to {format_lsn(applied)} of {format_lsn(high)}")
+        return Evaluation(applied >= high, f"{sentence}; applied up to {format_lsn(applied)} of {format_lsn(high)}")
 
 
 _NO_RECORD = "the sink has no commit record of the pipeline yet: it has not been provisioned"
@@ -259,21 +254,21 @@ _ARGUMENTS: Mapping[str, Callable[[object], Any]] = {
     "below_seconds": _seconds,
     "consistent": _flag,
 }
-_KINDS: Mapping[str, type[Expectation]] = {
+_KINDS: Mapping[str, type[WaitCondition]] = {
     "progress": Progress,
     "retained": Retained,
-    "lag": Lag,
+    "lag": LagBelow,
     "healthy": Healthy,
     "finished": Finished,
 }
 
 
-def expect(kind: str, arguments: Mapping[str, object]) -> Expectation:
-    """Make an expectation of what a task was given, texts as templates render them.
+def create_condition(kind: str, arguments: Mapping[str, object]) -> WaitCondition:
+    """Create a condition from the arguments of a task, which may be texts that templates rendered.
 
     :param kind: ``progress``, ``retained``, ``lag``, ``healthy`` or ``finished``.
-    :param arguments: of the expectation, by name; ``None`` for those that are not given.
-    :raises ConfigError: naming the argument that is wrong.
+    :param arguments: the arguments of the condition by name; ``None`` for those that are not given.
+    :raises ConfigError: if an argument is invalid; names it.
     """
     parsed = {}
     for name, value in arguments.items():

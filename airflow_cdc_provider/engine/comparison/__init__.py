@@ -1,1 +1,1 @@
-"""Two sides of a table, and how they differ."""
+"""The comparison of a source table with its copy."""

@@ -1,11 +1,11 @@
-"""The sides of a comparison where the target is not in Postgres: its rows are fetched, and hashed here.
+"""The sides of a comparison whose target is not in Postgres: its rows are fetched and hashed by this process.
 
-The sink gives rows as texts, exactly as Postgres writes them; arrays of texts are then put into the text that Postgres
-gives them, so that keys and contents have the same MD5 sum on both sides. Only sums and, of buckets that disagree,
-hashes are kept.
+The sink returns rows as texts, exactly as Postgres writes them. Arrays of texts are then formatted as Postgres formats
+them, so that keys and contents have the same MD5 sum on both sides. Only sums are kept, and the hashes of buckets that
+disagree.
 
-The events of a changelog are folded to the row that each key has now, in one pass over all of them: see
-:mod:`.postgres.compared` for what belongs to a row's life.
+The events of a changelog are reduced to the current row of each key, in one pass over all events. For the events that
+belong to a row, see :mod:`.postgres.compared`.
 """
 
 from __future__ import annotations
@@ -26,24 +26,27 @@ from airflow_cdc_provider.engine.comparison.postgres_side import (
     source_side,
     whole_content,
 )
-from airflow_cdc_provider.engine.comparison.side import UNKNOWN, Entry, Found, Key, Sides, buckets_of
+from airflow_cdc_provider.engine.comparison.side import UNKNOWN, FoundRow, HashedRow, RowKey, Sides, buckets_of
 from airflow_cdc_provider.engine.core.lsn import parse_lsn
 from airflow_cdc_provider.engine.core.record import Mode, Target
 from airflow_cdc_provider.engine.postgres.array_text import array_elements, array_texts
 from airflow_cdc_provider.engine.postgres.connection import Connection
 
-Rows: TypeAlias = Callable[[Target, Sequence[Key] | None], Iterator[pa.RecordBatch]]
-"""All rows of a target, or those at some keys, which are of all columns where the table has no key; more than asked
-for does no harm. The captured columns under their names, of Arrow's type ``string``. Of a changelog all events: with
-them ``_op``, ``_commit_lsn``, ``_seq``, ``_before`` and ``_unchanged``, as texts too."""
+Rows: TypeAlias = Callable[[Target, Sequence[RowKey] | None], Iterator[pa.RecordBatch]]
+"""Returns all rows of a target, or those at the given keys; additional rows do no harm.
 
-_PAGE = 1000  # keys read at once
+If the table has no key, the keys consist of all columns. The batches have the captured columns under their names, of
+Arrow's type ``string``. For a changelog they have all events, with ``_op``, ``_commit_lsn``, ``_seq``, ``_before`` and
+``_unchanged`` as further texts.
+"""
+
+_PAGE = 1000  # keys in one read
 _LAST = (1 << 63) - 1  # rows without a sequence number sort after those that have one
 
 
 @contextmanager
 def row_sides(source: Connection, target: Target, mode: Mode, rows: Rows) -> Iterator[Sides]:
-    """A table and its target, of which only the rows can be had; see :meth:`.sinks.contract.Sink.compared`."""
+    """Open the sides of a table and a target that only returns its rows; see :meth:`.sinks.contract.Sink.compared`."""
     hashed = shipped_hash(source)
     shape = whole_content if mode == "mirror" else content_of_cells
     content, cells = shape(target.table, hashed)
@@ -56,27 +59,27 @@ def row_sides(source: Connection, target: Target, mode: Mode, rows: Rows) -> Ite
 class Rowset:
     """Rows of a target, column by column.
 
-    A scan needs nothing but the texts. The rest is made when it is asked for, which takes longer than all of the scan.
+    A scan needs only the texts. Keys and cells are computed on demand, because this takes longer than the whole scan.
 
     :param key_texts: each key as the text of an array.
-    :param contents: as the source has them.
-    :param make_keys: makes :attr:`keys`.
-    :param make_cells: makes :attr:`cells`.
+    :param contents: the contents of the rows, as the source has them.
+    :param make_keys: computes :attr:`keys`.
+    :param make_cells: computes :attr:`cells`.
     """
 
     key_texts: Sequence[str]
     contents: Sequence[str]
-    make_keys: Callable[[], Sequence[Key]]
+    make_keys: Callable[[], Sequence[RowKey]]
     make_cells: Callable[[], Sequence[Sequence[str | None]]]
 
     @cached_property
-    def keys(self) -> Sequence[Key]:
-        """The keys' texts."""
+    def keys(self) -> Sequence[RowKey]:
+        """Return the texts of the keys."""
         return self.make_keys()
 
     @cached_property
     def cells(self) -> Sequence[Sequence[str | None]]:
-        """The hashes of the rows' contents, as the source has them."""
+        """Return the hashes of the rows' contents, as the source has them."""
         return self.make_cells()
 
     def only(self, rows: Sequence[int]) -> Rowset:
@@ -91,9 +94,9 @@ class Rowset:
 
 @dataclass(frozen=True)
 class RowSide:
-    """See :class:`.Side`; each scan reads the target from its beginning.
+    """A :class:`.Side` that reads the whole target for each scan.
 
-    :param shaped: makes of batches of rows what is compared.
+    :param shaped: converts batches of rows to rowsets that can be compared.
     """
 
     target: Target
@@ -102,18 +105,18 @@ class RowSide:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """See :meth:`.Side.reading`: each read is as consistent as the sink makes it."""
+        """Do nothing, see :meth:`.Side.reading`: the sink determines how consistent each read is."""
         yield
 
     def scan(self, buckets: int) -> Mapping[int, Sequence[Any]]:
-        """See :meth:`.Side.scan`."""
+        """Return row counts and sums of hashes by bucket, see :meth:`.Side.scan`."""
         found: dict[int, list[int]] = {}
         for rowset in self.shaped(self.target, self.rows(self.target, None)):
             add_up(found, hashes_of(rowset.key_texts)[:, 0], hashes_of(rowset.contents), buckets)
         return found
 
-    def open(self, buckets: int, opened: Sequence[int]) -> Iterable[Entry]:
-        """See :meth:`.Side.open`."""
+    def open(self, buckets: int, opened: Sequence[int]) -> Iterable[HashedRow]:
+        """Return the rows of some buckets, see :meth:`.Side.open`."""
         wanted, found = set(opened), []
         for rowset in self.shaped(self.target, self.rows(self.target, None)):
             hashes = hashes_of(rowset.key_texts)[:, 0].tolist()
@@ -122,8 +125,8 @@ class RowSide:
                     found.append((hashed, text, key, cells, None))
         return sorted(found, key=lambda entry: entry[:2])
 
-    def read(self, keys: Sequence[Key]) -> Iterator[Found]:
-        """See :meth:`.Side.read`."""
+    def read(self, keys: Sequence[RowKey]) -> Iterator[FoundRow]:
+        """Yield the rows at some keys, see :meth:`.Side.read`."""
         for start in range(0, len(keys), _PAGE):
             page = keys[start : start + _PAGE]
             wanted = set(page)
@@ -133,11 +136,11 @@ class RowSide:
                         yield key, cells, None
 
     def cancel(self) -> None:
-        """See :meth:`.Side.cancel`: what is being read is read to its end."""
+        """Do nothing, see :meth:`.Side.cancel`: a read that has begun runs to its end."""
 
 
 def mirror_rows(target: Target, batches: Iterable[pa.RecordBatch]) -> Iterator[Rowset]:
-    """The rows of a mirror; their cells are two hashes of all columns."""
+    """Yield the rows of a mirror; their cells are two hashes of all columns."""
     names = [column.name for column in target.table.columns]
     key = list(target.table.key) or names
     for batch in batches:
@@ -148,7 +151,7 @@ def mirror_rows(target: Target, batches: Iterable[pa.RecordBatch]) -> Iterator[R
 
 
 def keyed_rows(target: Target, batches: Iterable[pa.RecordBatch]) -> Iterator[Rowset]:
-    """The rows of a table that has a key; their cells are those of :func:`changelog_rows`."""
+    """Yield the rows of a table that has a key; their cells are as in :func:`changelog_rows`."""
     for batch in batches:
         columns = [batch.column(column.name).to_pylist() for column in target.table.columns]
         keys = [batch.column(name) for name in target.table.key]
@@ -157,10 +160,10 @@ def keyed_rows(target: Target, batches: Iterable[pa.RecordBatch]) -> Iterator[Ro
 
 
 def changelog_rows(target: Target, events: Iterable[pa.RecordBatch]) -> Iterator[Rowset]:
-    """The rows that the events of a changelog add up to; their cells are the hashes of their columns."""
+    """Yield the rows that the events of a changelog add up to; their cells are the hashes of their columns."""
     names = [column.name for column in target.table.columns]
-    rows: dict[Key, list[str | None]] = {}
-    for event in sorted((event for batch in events for event in batch.to_pylist()), key=moment):
+    rows: dict[RowKey, list[str | None]] = {}
+    for event in sorted((event for batch in events for event in batch.to_pylist()), key=event_sort_key):
         if event["_op"] == "t":
             rows.clear()
             continue
@@ -185,13 +188,13 @@ def changelog_rows(target: Target, events: Iterable[pa.RecordBatch]) -> Iterator
         yield Rowset(_row_texts(keys), contents, partial(list, keys), partial(list, rows.values()))
 
 
-def moment(event: Mapping[str, str | None]) -> tuple[int, int]:
-    """Where an event of a changelog stands among the others."""
+def event_sort_key(event: Mapping[str, str | None]) -> tuple[int, int]:
+    """Return the sort key that orders the events of a changelog."""
     assert event["_commit_lsn"] is not None
     return parse_lsn(event["_commit_lsn"]), int(event["_seq"] or _LAST)
 
 
-def _tuples(columns: Sequence[pa.Array]) -> list[Key]:
+def _tuples(columns: Sequence[pa.Array]) -> list[RowKey]:
     return list(zip(*(column.to_pylist() for column in columns), strict=True))
 
 

@@ -1,10 +1,10 @@
-"""One side of a comparison as a relation: a table on a Postgres server, or what a query makes of one.
+"""One side of a comparison as a relation: a table on a Postgres server, or a query on it.
 
-Arrays join the texts of a row's values because the text of an array keeps NULL, '' and quotes apart, on every server
-in the same way.
+The texts of a row's values are joined as an array, because the text of an array distinguishes NULL, '' and quotes in
+the same way on every server.
 
-A row without a key has all its columns for a key, NULLs included, so that what is compared is how many copies of it
-either side holds.
+The key of a row without a key consists of all its columns, NULLs included. For such rows, the comparison counts the
+copies that either side has.
 """
 
 from __future__ import annotations
@@ -18,40 +18,41 @@ from typing import Any
 import psycopg2
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine.comparison.side import Entry, Found, Key
+from airflow_cdc_provider.engine.comparison.side import FoundRow, HashedRow, RowKey
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.postgres.column_text import text_of
 from airflow_cdc_provider.engine.postgres.connection import Connection, condition, rows, scalar
 
 Hash = Callable[[sql.Composable, int], sql.Composable]
-"""Makes, of a text and a seed, a hash of 64 bits."""
+"""Returns an expression for the 64-bit hash of a text and a seed."""
 
 _KEY = sql.SQL("key::text")
 _CONTENT = sql.SQL("content")
 _FETCH = "FETCH 10000 FROM opened"
-_PAGE = 1000  # keys read by one query
+_PAGE = 1000  # keys in one query
 
 
 @dataclass(frozen=True)
-class Relation:
-    """One side of a table on a server, and the queries that a comparison asks of it; see :class:`.Side`.
+class PostgresSide:
+    """A :class:`.Side` that is a table on a Postgres server, with the queries of the comparison.
 
-    :param connection: autocommitting.
-    :param locks: the tables it reads, as ``LOCK TABLE`` takes them.
-    :param select: makes the query for its rows, or for those at some keys: ``key`` (``text[]``), ``content`` and
-        ``version`` (``text``; null for the target).
-    :param cells: expression of ``text[]`` over these: what must be equal, small enough to be fetched.
+    :param connection: an autocommit connection.
+    :param locks: the tables that it reads, in the syntax of ``LOCK TABLE``.
+    :param select: returns the query for its rows, or for those at some keys, with the columns ``key`` (``text[]``),
+        ``content`` and ``version`` (``text``; null for the target).
+    :param cells: ``text[]`` expression over these columns for the values that must be equal, small enough to be
+        fetched.
     """
 
     connection: Connection
     locks: sql.Composable
-    select: Callable[[Sequence[Key] | None], sql.Composable]
+    select: Callable[[Sequence[RowKey] | None], sql.Composable]
     cells: sql.Composable
     hashed: Hash
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """See :meth:`.Side.reading`: a rewrite that would hide all rows has to wait."""
+        """Open a snapshot, see :meth:`.Side.reading`; a rewrite of the table would hide its rows, so it has to wait."""
         rows(self.connection, "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         try:
             rows(self.connection, "SET LOCAL statement_timeout = 0")
@@ -62,15 +63,15 @@ class Relation:
                 rows(self.connection, "ROLLBACK")
 
     def scan(self, buckets: int) -> Mapping[int, Sequence[Any]]:
-        """See :meth:`.Side.scan`."""
-        # OFFSET 0 keeps the content from being computed anew for each hash.
+        """Return row counts and sums of hashes by bucket, see :meth:`.Side.scan`."""
+        # OFFSET 0 prevents that the content is computed again for each hash.
         query = sql.SQL("SELECT {}, count(*), sum({}), sum({}) FROM ({} OFFSET 0) r GROUP BY 1").format(
             self._bucket(buckets), self.hashed(_CONTENT, 0), self.hashed(_CONTENT, 1), self.select(None)
         )
         return {bucket: checksum for bucket, *checksum in rows(self.connection, query)}
 
-    def open(self, buckets: int, opened: Sequence[int]) -> Iterable[Entry]:
-        """See :meth:`.Side.open`."""
+    def open(self, buckets: int, opened: Sequence[int]) -> Iterable[HashedRow]:
+        """Begin to read the rows of some buckets, see :meth:`.Side.open`."""
         query = sql.SQL(
             "SELECT {hash}, {key}, key, {cells}, version FROM ({rows}) r"
             ' WHERE {bucket} = ANY ({opened}::int8[]) ORDER BY {hash}, {key} COLLATE "C"'
@@ -85,19 +86,19 @@ class Relation:
         rows(self.connection, sql.SQL("DECLARE opened NO SCROLL CURSOR FOR {}").format(query))
         return self._fetched(rows(self.connection, _FETCH))
 
-    def _fetched(self, batch: list[Any]) -> Iterator[Entry]:
+    def _fetched(self, batch: list[Any]) -> Iterator[HashedRow]:
         while batch:
             yield from batch
             batch = rows(self.connection, _FETCH)
 
-    def read(self, keys: Sequence[Key]) -> Iterator[Found]:
-        """See :meth:`.Side.read`."""
+    def read(self, keys: Sequence[RowKey]) -> Iterator[FoundRow]:
+        """Yield the rows at some keys, see :meth:`.Side.read`."""
         for start in range(0, len(keys), _PAGE):
             query = sql.SQL("SELECT key, {}, version FROM ({}) r")
             yield from rows(self.connection, query.format(self.cells, self.select(keys[start : start + _PAGE])))
 
     def cancel(self) -> None:
-        """See :meth:`.Side.cancel`."""
+        """Cancel the running query, see :meth:`.Side.cancel`."""
         with contextlib.suppress(psycopg2.Error):
             self.connection.cancel()
 
@@ -106,16 +107,16 @@ class Relation:
 
 
 def shared_hash(source: Connection, sink: Connection) -> Hash:
-    """What makes, of a text and a seed, a 64-bit hash that both servers compute alike."""
+    """Return a hash function that both servers compute with the same result."""
     encodings = {scalar(connection, "SHOW server_encoding") for connection in (source, sink)}
-    # The hash is one of bytes, which are only the same text in the same encoding.
+    # The hash is computed over bytes, which differ for the same text in different encodings.
     text = "{}" if len(encodings) == 1 else "encode(convert_to({}, 'UTF8'), 'hex')"
     template = sql.SQL(f'hashtextextended({text} COLLATE "C", {{}})')
     return lambda value, seed: template.format(value, sql.Literal(seed))
 
 
 def shipped_hash(source: Connection) -> Hash:
-    """A hash that can be computed without Postgres: the halves of the MD5 sum of the text in UTF-8."""
+    """Return a hash function that does not need Postgres: the halves of the MD5 sum of the text in UTF-8."""
     encoding = scalar(source, "SHOW server_encoding")
     text = "{}" if encoding == "UTF8" else "convert_to({}, 'UTF8')"
     template = sql.SQL(f"('x' || substr(md5({text}), {{}}, 16))::bit(64)::int8")
@@ -124,11 +125,11 @@ def shipped_hash(source: Connection) -> Hash:
 
 def source_side(
     connection: Connection, table: Table, content: sql.Composable, cells: sql.Composable, hashed: Hash
-) -> Relation:
-    """The rows that the table's condition captures, read from its leaves.
+) -> PostgresSide:
+    """Return the side that has the rows captured by the table's condition, read from its leaves.
 
     :param content: expression over the table's columns, see :mod:`.side`.
-    :param cells: expression of ``text[]`` over ``content``.
+    :param cells: ``text[]`` expression over ``content``.
     """
     leaves = [(leaf.schema, leaf.name) for leaf in table.leaves] or [(table.schema, table.name)]
     only = [sql.SQL("ONLY {}").format(sql.Identifier(*leaf)) for leaf in leaves]
@@ -136,20 +137,20 @@ def source_side(
     where = [condition(table.where)] if table.where is not None else []
     version = "ROW(tableoid, ctid, xmin)::text"
 
-    def select(keys: Sequence[Key] | None) -> sql.Composable:
+    def select(keys: Sequence[RowKey] | None) -> sql.Composable:
         return sql.SQL(" UNION ALL ").join(rows_of(table, leaf, content, version, where, types, keys) for leaf in only)
 
-    return Relation(connection, listed(only), select, cells, hashed)
+    return PostgresSide(connection, listed(only), select, cells, hashed)
 
 
 def whole_content(table: Table, hashed: Hash) -> tuple[sql.Composable, sql.Composable]:
-    """Content and cells of rows that are compared as a whole: all columns, and two hashes of them."""
+    """Return content and cells of rows that are compared as a whole: all columns, and two hashes of them."""
     content = sql.SQL("{}::text").format(text_array(text_of(column) for column in table.columns))
     return content, text_array(sql.SQL("{}::text").format(hashed(_CONTENT, seed)) for seed in (0, 1))
 
 
 def content_of_cells(table: Table, hashed: Hash) -> tuple[sql.Composable, sql.Composable]:
-    """Content and cells of rows that are compared column by column: a hash of each."""
+    """Return content and cells of rows that are compared column by column: one hash for each column."""
     hashes = (sql.SQL("{}::text").format(hashed(text_of(column), 0)) for column in table.columns)
     return sql.SQL("{}::text").format(text_array(hashes)), sql.SQL("content::text[]")
 
@@ -161,13 +162,13 @@ def rows_of(
     version: str,
     where: Sequence[sql.Composable],
     types: Mapping[str, str],
-    keys: Sequence[Key] | None,
+    keys: Sequence[RowKey] | None,
 ) -> sql.Composable:
-    """The query for the rows of a table, or for those at some keys.
+    """Return the query for the rows of a table, or for those at some keys.
 
     :param version: expression for a row's version.
     :param where: conditions on the rows.
-    :param types: of the columns there, by name.
+    :param types: the types of the columns in ``relation``, by name.
     """
     conditions = [sql.SQL("true"), *where]
     key = text_array(text_of(column) for column in table.key_columns or table.columns)
@@ -182,10 +183,11 @@ def rows_of(
     )
 
 
-def _at(table: Table, types: Mapping[str, str], key: sql.Composable, keys: Sequence[Key]) -> sql.Composable:
-    """The condition that a row has one of some keys.
+def _at(table: Table, types: Mapping[str, str], key: sql.Composable, keys: Sequence[RowKey]) -> sql.Composable:
+    """Return the condition that a row has one of the given keys.
 
-    Cast to the columns' types, so that their indexes serve, where all servers find the types' equality.
+    The keys are cast to the types of the columns, so that their indexes are used, if all servers find the equality
+    operators of the types.
     """
     width = range(len(table.key or table.columns))
     if not table.key or any(column.operators for column in table.key_columns):
@@ -194,15 +196,15 @@ def _at(table: Table, types: Mapping[str, str], key: sql.Composable, keys: Seque
     return among(listed(map(sql.Identifier, table.key)), listed(texts), keys)
 
 
-def among(key: sql.Composable, wanted: sql.Composable, keys: Sequence[Key]) -> sql.Composable:
-    """The condition that an expression is one of some keys, which travel as one literal: a thousand take far longer."""
+def among(key: sql.Composable, wanted: sql.Composable, keys: Sequence[RowKey]) -> sql.Composable:
+    """Return the condition that an expression is one of some keys, passed as one literal: many would be far slower."""
     return sql.SQL("({}) IN (SELECT {} FROM jsonb_array_elements({}::jsonb) AS wanted (texts))").format(
         key, wanted, sql.Literal(json.dumps(keys, ensure_ascii=False))
     )
 
 
 def text_array(texts: Iterable[sql.Composable]) -> sql.Composable:
-    """Under one collation, because columns of different ones leave the array's undecided."""
+    """Return an array of texts with one collation, because mixed collations of columns leave the array's undefined."""
     return sql.SQL('(ARRAY[{}]::text[] COLLATE "C")').format(listed(texts))
 
 

@@ -1,1 +1,1 @@
-"""The language of the engine: errors, LSNs, tables, chunks, row changes, effects and records, as plain data."""
+"""The vocabulary of the engine as plain data: errors, LSNs, tables, chunks, row changes, effects and records."""

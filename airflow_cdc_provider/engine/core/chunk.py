@@ -1,4 +1,4 @@
-"""A chunk: a range of a table by its key, or some of its keys."""
+"""A chunk: a range of a table's keys, or a set of its keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TITLE_WIDTH = 60
 
 @dataclass(frozen=True)
 class Chunk:
-    """A range of a table's key: from ``lower`` on, up to but without ``upper``.
+    """A range of a table's key: ``lower`` is included, ``upper`` is not.
 
     :param table: the table's label.
     :param index: position among the table's chunks, in the order of the key.
@@ -29,12 +29,12 @@ class Chunk:
 
     @property
     def whole(self) -> bool:
-        """Whether it has all rows of its table."""
+        """Return whether the chunk covers all rows of its table."""
         return self.lower is None and self.upper is None
 
     @property
     def title(self) -> str:
-        """For humans, for example ``shop.orders[3] 1000 .. 2000``."""
+        """Return a title for humans, for example ``shop.orders[3] 1000 .. 2000``."""
         if self.whole:
             return f"{self.table}[{self.index}] all rows"
         bounds = " .. ".join(self.shown_bounds).strip()
@@ -42,18 +42,21 @@ class Chunk:
 
     @property
     def shown_bounds(self) -> tuple[str, str]:
-        """The bounds for humans, shortened; empty for infinity, and where values of rows are hidden."""
+        """Return the bounds for humans, shortened.
+
+        A bound is empty if it is infinite, and both are empty if values of rows are hidden.
+        """
         if values_hidden():
             return "", ""
         return _shown(self.lower), _shown(self.upper)
 
     def to_dict(self) -> dict[str, Any]:
-        """The chunk as JSON values; :meth:`from_dict` reads them back."""
+        """Return the chunk as JSON values; :meth:`from_dict` reads them back."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Chunk:
-        """Read what :meth:`to_dict` wrote."""
+        """Read a chunk from the values that :meth:`to_dict` returned."""
         bounds = {side: None if values[side] is None else tuple(values[side]) for side in ("lower", "upper")}
         return cls(values["table"], values["index"], **bounds)
 

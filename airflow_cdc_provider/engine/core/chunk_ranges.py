@@ -1,7 +1,7 @@
-"""Groups of chunks, each the work of one Spark job: named by ranges of chunks, so that a group stays what it is.
+"""Groups of chunks, each the work of one Spark job.
 
-What a job is told does not depend on what other chunks are finished meanwhile, and so a job that is begun again works
-on the same.
+A group is given as ranges of chunks. The ranges do not depend on which chunks other jobs finish in the meantime, so a
+job that is started again works on the same group.
 """
 
 from __future__ import annotations
@@ -19,26 +19,29 @@ from airflow_cdc_provider.engine.core.record import Record
 Range: TypeAlias = tuple[str, int, int]
 """A table's label, and the first and last index of the chunks."""
 
-# The ranges of a group stand on a command line, where an argument may have 128 KiB.
+# The ranges of a group are an argument on a command line; an argument may have at most 128 KiB.
 _MOST_BYTES = 100_000
 _INDEX_BYTES = 32
-# The label becomes the name of a task, for which Airflow's database has as much room.
+# The label becomes the name of a task; this is the width of its column in Airflow's database.
 _LABEL_CHARACTERS = 250
 
 
 def plan_groups(unfinished: Sequence[dict[str, Any]], groups: int) -> list[dict[str, Any]]:
-    """Divide chunks into groups of about the same number.
+    """Divide chunks into groups of about the same number of chunks.
 
-    :param unfinished: what ``commands.unfinished`` returned, in the order of tables and keys.
-    :param groups: how many groups at most, unless a group would have too many tables.
-    :returns: of each group its ``label`` and its ``chunks``, as ranges; no group is empty.
+    :param unfinished: the result of ``commands.unfinished``, in the order of tables and keys.
+    :param groups: the maximum number of groups; there are more if a group would have too many tables.
+    :returns: for each group its ``label`` and its ``chunks`` as ranges; no group is empty.
     """
     parts = [unfinished[start:end] for start, end in pairwise([*_starts(unfinished, groups), len(unfinished)])]
     return [{"label": _label(part), "chunks": [list(r) for r in _ranges(part)]} for part in parts]
 
 
 def _starts(chunks: Sequence[dict[str, Any]], groups: int) -> Iterator[int]:
-    """Where groups begin: at each share of the chunks, and where the ranges of a group would become too long."""
+    """Yield the indexes at which groups begin.
+
+    A group begins at each equal share of the chunks, and wherever the ranges of the group before would become too long.
+    """
     shares = {len(chunks) * index // groups for index in range(groups)}
     table, length = None, 0
     for index, chunk in enumerate(chunks):
@@ -52,14 +55,17 @@ def _starts(chunks: Sequence[dict[str, Any]], groups: int) -> Iterator[int]:
 
 
 def _ranges(chunks: Sequence[dict[str, Any]]) -> list[Range]:
-    """The chunks of each table as one range: finished ones in between do no harm, as nobody copies them again."""
+    """Return the chunks of each table as one range.
+
+    The range may include finished chunks. These do no harm, because finished chunks are never copied again.
+    """
     tables = groupby(chunks, key=lambda chunk: chunk["table"])
     indexes = ((table, [chunk["index"] for chunk in found]) for table, found in tables)
     return [(table, min(found), max(found)) for table, found in indexes]
 
 
 def _label(chunks: Sequence[dict[str, Any]]) -> str:
-    """For example ``public.orders 1000 .. 5000, 4 chunks``."""
+    """Return a label such as ``public.orders 1000 .. 5000, 4 chunks``."""
     label = _whole_label(chunks)
     return label if len(label) <= _LABEL_CHARACTERS else f"{label[: _LABEL_CHARACTERS - 1]}…"
 
@@ -77,9 +83,9 @@ def _whole_label(chunks: Sequence[dict[str, Any]]) -> str:
 
 
 def parse_chunks(text: str) -> tuple[Range, ...]:
-    """Read the ranges of a group as they stand on a command line: a JSON list of ``[table, first, last]``.
+    """Parse the ranges of a group from a command line argument: a JSON list of ``[table, first, last]``.
 
-    :raises ConfigError: when they are not of that form.
+    :raises ConfigError: if the text does not have that form.
     """
     try:
         return tuple(_checked(json.loads(text)))
@@ -98,18 +104,21 @@ def _checked(ranges: Any) -> Iterator[Range]:
 
 
 def part_of(chunks: Sequence[Range] | None) -> str:
-    """The name of the part of a run that works on a group; ``None`` for all chunks."""
+    """Return the name of the part of a run that works on a group.
+
+    :param chunks: the ranges of the group, or ``None`` for all chunks.
+    """
     if chunks is None:
         return "snapshot"
     return f"snapshot-{zlib.crc32(json.dumps(chunks).encode()):08x}"
 
 
-Place: TypeAlias = tuple[str, int]
-"""A chunk: the label of its table, and its index there."""
+ChunkIndex: TypeAlias = tuple[str, int]
+"""A chunk: the label of its table, and its index in the table."""
 
 
-def ranges(places: Iterable[Place]) -> list[Range]:
-    """Put chunks that follow each other together."""
+def ranges(places: Iterable[ChunkIndex]) -> list[Range]:
+    """Merge consecutive chunks into ranges."""
     found: list[Range] = []
     for table, index in sorted(places):
         if found and found[-1][0] == table and found[-1][2] == index - 1:
@@ -119,13 +128,13 @@ def ranges(places: Iterable[Place]) -> list[Range]:
     return found
 
 
-def places(ranges: Iterable[Sequence[Any]]) -> set[Place]:
-    """The chunks that :func:`ranges` has put together."""
+def places(ranges: Iterable[Sequence[Any]]) -> set[ChunkIndex]:
+    """Expand the ranges that :func:`ranges` returned into chunks."""
     return {(table, index) for table, first, last in ranges for index in range(first, last + 1)}
 
 
 def choose_chunks(record: Record, within: Sequence[Range] | None = None) -> tuple[Chunk, ...]:
-    """The unfinished chunks within some ranges; of all tables by default."""
+    """Return the unfinished chunks within the given ranges, by default those of all tables."""
     unfinished = (c.chunk for c in record.chunks if c.keys is None and c.watermark is None)
     if within is None:
         return tuple(unfinished)

@@ -1,9 +1,8 @@
-"""The errors of the engine: one tree, each with a solution and a retry directive.
+"""The errors of the engine: one class tree, each error with a solution and a retry directive.
 
-An error says what happened, with the names and values involved; ``solution``
-says what to do about it. Its class decides what the process exits with and
-whether trying again can help, so that the command line, the restart strategy of
-the stream and the retries of Airflow agree without knowing each other.
+The message of an error states what happened, with the names and values involved; ``solution`` states what to do about
+it. The class of an error decides on the exit code of the process and on whether a retry can help. Therefore the
+command line, the restart strategy of the stream and the retries of Airflow agree without depending on each other.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ _HIDDEN = "AIRFLOW_CDC_HIDE_VALUES"
 
 
 def hide_values() -> None:
-    """Keep values of rows out of the messages of this process, and of those that it starts."""
+    """Keep values of rows out of the messages of this process and of the processes that it starts."""
     os.environ[_HIDDEN] = "1"
 
 
@@ -25,7 +24,7 @@ def values_hidden() -> bool:
 
 
 def hidden_on_executors() -> dict[str, str]:
-    """Return Spark configuration by which executors hide values if this process does."""
+    """Return the Spark configuration that makes executors hide values if this process does."""
     return {f"spark.executorEnv.{_HIDDEN}": "1"} if values_hidden() else {}
 
 
@@ -40,7 +39,7 @@ class ExitCode(IntEnum):
 
 
 class Retry(Enum):
-    """What a caller should do after an error."""
+    """The action that a caller should take after an error."""
 
     RETRY = "retry"
     FAIL = "fail"
@@ -48,19 +47,22 @@ class Retry(Enum):
 
 
 class CdcError(Exception):
-    """Root of all errors of the engine: something failed.
+    """The base class of all errors of the engine.
 
-    :param message: what happened, with names and values.
-    :param solution: what the user should do.
-    :param without_values: the message where values of rows are hidden, if the other may quote some.
-    :ivar noted: whether it has been left in the pipeline's state.
+    :param message: a description of what happened, with names and values.
+    :param solution: the action that the user should take.
+    :param without_values: the message to use if values of rows are hidden; needed if ``message`` may quote values.
+    :ivar noted: whether the error has been written into the pipeline's state.
     """
 
     exit_code = ExitCode.FAILED
     retry = Retry.FAIL
     noted = False
     quotes_rows = False
-    """Whether messages of the class may quote rows: where these are hidden, only one that is known not to is shown."""
+    """Whether messages of the class may quote rows.
+
+    If values of rows are hidden, an error of such a class shows only a message that is known to quote none.
+    """
 
     def __init__(self, message: str, solution: str, without_values: str | None = None) -> None:
         if without_values is None and self.quotes_rows:
@@ -72,57 +74,60 @@ class CdcError(Exception):
 
     @property
     def kind(self) -> str:
-        """The name of the error's class, as it stands in ``--json`` output."""
+        """Return the name of the error's class, as ``--json`` output has it."""
         return type(self).__name__
 
-    def tell_place(self, place: str) -> None:
-        """Put before the message of what it tells."""
+    def prefix_message(self, place: str) -> None:
+        """Prefix the message with the thing that the error is about.
+
+        :param place: for example a table or a sink.
+        """
         self.message = f"{place}: {self.message}"
         self.args = (self.message,)
 
     def as_dict(self) -> dict[str, str]:
-        """The ``error`` object of ``--json`` output."""
+        """Return the ``error`` object of ``--json`` output."""
         return {"kind": self.kind, "message": self.message, "solution": self.solution}
 
     def __reduce__(self) -> tuple[type[CdcError], tuple[str, str, str | None]]:
-        """Pickle by message and solution, so that errors cross from executors to the driver."""
+        """Pickle by message and solution, so that executors can send errors to the driver."""
         return type(self), (self.message, self.solution, self.message if values_hidden() else self._without_values)
 
 
-# Exit 2: the pipeline file or the options are wrong.
+# Exit 2: the pipeline file or the options are invalid.
 
 
 class ConfigError(CdcError):
-    """The pipeline file or a command-line option is wrong; nothing was touched."""
+    """The pipeline file or a command-line option is invalid; nothing was changed."""
 
     exit_code = ExitCode.INVALID
 
 
 class UnknownTable(ConfigError):
-    """A table named in the pipeline file does not exist or matches nothing."""
+    """A table that the pipeline file names does not exist, or a pattern matches no table."""
 
 
 class UncapturableTable(ConfigError):
-    """A table exists, but changes to it cannot be captured as asked (no key, unlogged, a view)."""
+    """A table exists, but its changes cannot be captured as requested (no key, unlogged, a view)."""
 
 
 # Exit 1: the environment failed.
 
 
 class ConnectionFailed(CdcError):
-    """A server cannot be reached, or takes no connection at the moment."""
+    """A server cannot be reached, or accepts no connection at the moment."""
 
     retry = Retry.RETRY
 
 
 class LoginRefused(ConnectionFailed):
-    """A server answers, and refuses the login: password, role or database are wrong, or are not admitted."""
+    """A server refuses the login: password, role or database are wrong or not allowed."""
 
     retry = Retry.FAIL
 
 
 class UnsafeSession(CdcError):
-    """A session with Postgres lacks settings without which values would be altered on their way."""
+    """A session with Postgres lacks settings that keep values from being altered in transit."""
 
 
 class ServerNotReady(CdcError):
@@ -130,7 +135,7 @@ class ServerNotReady(CdcError):
 
 
 class MissingPrivilege(CdcError):
-    """The role may not do what the pipeline needs."""
+    """The role lacks a privilege that the pipeline needs."""
 
 
 class StateUnwritable(CdcError):
@@ -138,47 +143,47 @@ class StateUnwritable(CdcError):
 
 
 class StateDamaged(StateUnwritable):
-    """A file in the state does not hold what the engine writes there."""
+    """A file of the state has contents that the engine did not write."""
 
 
 class Blocked(CdcError):
-    """Waiting for other transactions took longer than the timeout; the blockers are named."""
+    """Other transactions did not end within the timeout; the message names them."""
 
     retry = Retry.RETRY
 
 
 class OlderTransactions(Blocked):
-    """A table cannot be read again before transactions of the source have ended; they are named."""
+    """A table cannot be re-read until transactions of the source have ended; the message names them."""
 
 
 class TableLocked(Blocked):
-    """A table is locked by others, who are named, so that it can be neither described nor read."""
+    """A table cannot be described or read because other sessions lock it; the message names them."""
 
 
 class StreamFailed(CdcError):
-    """The replication stream or a Spark job broke; going on from the last commit is safe."""
+    """The replication stream or a Spark job failed; it is safe to continue from the last commit."""
 
     retry = Retry.RETRY
 
 
 class SchemaChanged(CdcError):
-    """A table's definition is not the recorded one at the moment at which the table is read."""
+    """A table's definition differs from the recorded one at the moment when the table is read."""
 
     retry = Retry.RETRY
 
 
 class SparkUnusable(CdcError):
-    """Spark cannot be started, or its executors lack what the engine needs."""
+    """Spark cannot be started, or its executors lack libraries that the engine needs."""
 
 
 class SparkLost(CdcError):
-    """Spark's JVM ended in the middle of the work, for want of memory or killed; what was committed stays."""
+    """Spark's JVM ended during the work, because it ran out of memory or was killed; committed data remains."""
 
     retry = Retry.RETRY
 
 
 class JobLost(CdcError):
-    """A submitted Spark job has not been heard of for too long; what was committed stays."""
+    """A submitted Spark job has not reported for too long; committed data remains."""
 
     retry = Retry.RETRY
 
@@ -188,7 +193,7 @@ class ProtocolError(CdcError):
 
 
 class Interrupted(CdcError):
-    """A signal has broken off a command that had no unit to end first; what was committed stays."""
+    """A signal interrupted a command that had no unit to finish first; committed data remains."""
 
     retry = Retry.RETRY
 
@@ -203,14 +208,14 @@ class Failpoint(CdcError):
 
 
 class Refused(CdcError):
-    """Going on could lose or corrupt data, so nothing was done."""
+    """Continuing could lose or corrupt data, so nothing was done."""
 
     exit_code = ExitCode.REFUSED
     retry = Retry.ASK
 
 
 class GateClosed(Refused):
-    """The source is not what the sink's commit record was written from, or its slot cannot continue it."""
+    """The source is not the one that the sink's commit record was written from, or its slot cannot continue it."""
 
 
 class SecondWriter(Refused):
@@ -220,35 +225,38 @@ class SecondWriter(Refused):
 
 
 class ClockDiffers(SecondWriter):
-    """A job of another host has left a heartbeat of the future, so that it cannot be told whether it is alive."""
+    """A job on another host has left a heartbeat from the future, so it is unknown whether the job is alive."""
 
 
 class Fenced(Refused):
-    """The pipeline's epoch is not the run's any more, as another has taken over; this one must not commit."""
+    """The pipeline's epoch is no longer that of this run because another run has taken over.
+
+    This run must not commit.
+    """
 
     retry = Retry.FAIL
 
     @classmethod
     def by(cls, other: str, current: int, epoch: int) -> Fenced:
-        """What a run is told that has met another epoch than its own.
+        """Return the error of a run that has found an epoch other than its own.
 
-        :param other: what has the epoch ``current``, and a verb.
-        :param epoch: the run's.
+        :param other: the thing that has the epoch ``current``, and a verb.
+        :param epoch: the epoch of the run.
         """
         message = f"this run has epoch {epoch}, but {other} epoch {current}: "
         if current > epoch:
             return cls(
                 f"{message}another run has taken over",
-                "Nothing to do if the other run is meant; otherwise stop it and start again.",
+                "If the other run is intended, do nothing; otherwise stop it and start this one again.",
             )
         return cls(
-            f"{message}the record there is of before this run, as when the sink is restored from a backup",
-            "Start again: whether the source can continue that record is looked at first.",
+            f"{message}the commit record is older than this run; the sink may have been restored from a backup",
+            "Start the pipeline again; it first checks whether the source can continue that commit record.",
         )
 
 
 class SlotBudgetExceeded(Refused):
-    """The slot retains more of the source's log than the pipeline file allows."""
+    """The slot retains more WAL of the source than the pipeline file allows."""
 
 
 class ForeignTable(Refused):
@@ -256,7 +264,7 @@ class ForeignTable(Refused):
 
 
 class UntrustedServer(Refused):
-    """A server offers no TLS, has a certificate that is not to be trusted, or asks for files of this machine."""
+    """A server offers no TLS, has a certificate that cannot be trusted, or asks for files of this machine."""
 
 
 class SinkIsSource(Refused):
@@ -264,7 +272,7 @@ class SinkIsSource(Refused):
 
 
 class TargetConflict(Refused):
-    """A constraint, trigger, key or foreign change of a target table stands in the way of a change of the source."""
+    """A constraint, trigger, key or foreign change of a target table prevents a change of the source."""
 
     quotes_rows = True
 
@@ -276,38 +284,38 @@ class StagingLost(Refused):
 
 
 class CannotFollow(Refused):
-    """The stream carries a change of schema that cannot be applied to the sink."""
+    """The stream has a schema change that cannot be applied to the sink."""
 
 
 class LimitExceeded(Refused):
-    """A row, or a change of one, exceeds what a Postgres server can send or take: a gigabyte in a message."""
+    """A row, or a change of a row, exceeds what a Postgres server can send or accept: a message of 1 GB."""
 
     quotes_rows = True
 
     remedy = (
-        "Nothing of it was applied, and trying again does not help. Shorten the row, or leave its large column out by"
-        " `columns` in the pipeline file. If the change is in the log already, `airflow-cdc resnapshot --all` goes on"
-        " without it: it makes the slot anew and reads the tables again."
+        "No part of the change was applied, and a retry does not help. Shorten the row, or exclude its large column"
+        " with `columns` in the pipeline file. If the change is in the log already, run"
+        " `airflow-cdc resnapshot --all`, which skips it: the command recreates the slot and reads the tables again."
     )
-    """The solution, wherever it happens."""
+    """The solution of all errors of this class."""
 
     @classmethod
     def by(cls, said: str) -> LimitExceeded:
-        """What is told of a server's error.
+        """Return the error for a message of a server.
 
-        :param said: where it happened, and the server's words.
+        :param said: the place where it happened, and the server's message.
         """
-        beyond = "a row, or a change of one, is beyond the limits of Postgres"
+        beyond = "a row, or a change of a row, exceeds the limits of Postgres"
         return cls(f"{beyond}: {' '.join(said.split())}", cls.remedy, beyond)
 
 
 class ValueRefused(Refused):
-    """A target column cannot hold a value that the source has: an enum label, a narrower or other type."""
+    """A target column cannot store a value of the source: an enum label, or a narrower or different type."""
 
     quotes_rows = True
 
 
 class BadRecord(Refused):
-    """A message of a topic is not what the pipeline file says of messages, and the file has bad ones stop it."""
+    """A message of a topic does not match the pipeline file, and the file lets bad messages stop the pipeline."""
 
     quotes_rows = True

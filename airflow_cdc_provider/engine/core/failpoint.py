@@ -1,8 +1,8 @@
-"""Failpoints: places in the protocol at which a test can break or stop the process.
+"""Failpoints: places in the protocol at which a test can make the process fail or stop.
 
-``AIRFLOW_CDC_FAILPOINT=name:error|kill|pause`` arms one of them. ``error`` raises,
-``kill`` ends the process as ``kill -9`` would, ``pause`` stops it until SIGCONT.
-``name:action:n`` acts at the n-th time that the process passes.
+``AIRFLOW_CDC_FAILPOINT=name:error|kill|pause`` arms one of them. ``error`` raises an exception, ``kill`` ends the
+process as ``kill -9`` would, and ``pause`` stops it until SIGCONT. ``name:action:n`` acts the n-th time that the
+process reaches the place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _passed = Counter[str]()
 def failpoint(name: str) -> None:
     """Fire if the environment arms the failpoint ``name``.
 
-    :raises Failpoint: when armed with ``error``.
+    :raises Failpoint: if it is armed with ``error``.
     """
     armed, _, rest = os.environ.get(VARIABLE, "").partition(":")
     if armed != name:
@@ -34,7 +34,7 @@ def failpoint(name: str) -> None:
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if action == "pause":
-        # By way of another thread of the process, this one would go on for a moment.
+        # If another thread received the signal, this one would continue for a moment.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         return
     raise Failpoint(f"failpoint {name} fired", f"Unset {VARIABLE}.")

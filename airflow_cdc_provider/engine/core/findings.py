@@ -1,4 +1,4 @@
-"""What checks find: one sentence each, with a remedy when it fails."""
+"""Findings of checks: one sentence each, with a remedy if the check failed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from airflow_cdc_provider.engine.core.errors import CdcError, Retry
 
 T = TypeVar("T")
 
-# What people copy out of a line, a name or an option, stays whole.
+# Names and options are never broken, so that people can copy them.
 _WRAPPED: dict[str, Any] = {"width": 110, "break_long_words": False, "break_on_hyphens": False}
 _HANGING = {**_WRAPPED, "subsequent_indent": "  "}
 _INDENTED = {**_WRAPPED, "initial_indent": "    ", "subsequent_indent": "    "}
@@ -20,11 +20,11 @@ _INDENTED = {**_WRAPPED, "initial_indent": "    ", "subsequent_indent": "    "}
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found.
+    """The result of one check.
 
     :param check: the check's short name.
     :param message: one sentence.
-    :param error: why the pipeline cannot run; ``None`` when the check passed or merely warns.
+    :param error: the reason why the pipeline cannot run; ``None`` if the check passed or only warns.
     """
 
     check: str
@@ -35,31 +35,35 @@ class Finding:
 
     @property
     def mark(self) -> str:
-        """The sign in front of the message where findings are listed."""
+        """Return the sign in front of the message in a list of findings."""
         return "!" if self.warning else "✓" if self.ok else "✗"
 
     def lines(self) -> list[str]:
-        """Return the finding as lines of bounded width: the marked message, and below it the remedy."""
+        """Return the finding as lines of limited width: the marked message, then the remedy."""
         remedy = wrap(self.error.solution, **_INDENTED) if self.error is not None else []
         return [*wrap(f"{self.mark} {self.message}", **_HANGING), *remedy]
 
 
 class Caution(Exception):
-    """Raised by a check that has something to say but does not stand in the way."""
+    """A warning that a check raises if it does not keep the pipeline from running."""
 
 
 @dataclass
 class Checks:
-    """Runs checks and collects what they find.
+    """A runner of checks that collects their findings.
 
-    :param around: entered for each check by its name: turns what drivers raise into :class:`.CdcError`.
+    :param around: context manager entered with the name of each check; turns errors of drivers into
+        :class:`.CdcError`.
     """
 
     around: Callable[[str], AbstractContextManager[object]]
     findings: list[Finding] = field(default_factory=list)
 
     def run(self, check: str, function: Callable[[], T], describe: Callable[[T], str] = str) -> T | None:
-        """Run one check; ``describe`` puts its result into a sentence. ``None`` when it failed."""
+        """Run one check and return its result, or ``None`` if it failed.
+
+        :param describe: turns the result into a sentence.
+        """
         try:
             with self.around(check):
                 result = function()
@@ -73,18 +77,21 @@ class Checks:
         return None
 
     def warn(self, check: str, message: str) -> None:
-        """Tell what does not stand in the way; ``message`` is one sentence."""
+        """Add a warning.
+
+        :param message: one sentence.
+        """
         self.findings.append(Finding(check, True, message, warning=True))
 
     def passed(self, *checks: str) -> bool:
-        """Whether none of some checks has failed, as far as they have been run."""
+        """Return whether none of the named checks has failed; checks that have not run are ignored."""
         return all(finding.ok for finding in self.findings if finding.check in checks)
 
 
 def combined(findings: Sequence[Finding]) -> CdcError | None:
-    """Return the errors of findings as one.
+    """Return the errors of findings as one error, or ``None`` if there are no errors.
 
-    It is of the class of the first that trying again cannot mend, if there is one. ``None`` without errors.
+    Its class is that of the first error that a retry cannot resolve, or else that of the first error.
     """
     failed = [(finding, finding.error) for finding in findings if finding.error is not None]
     if len(failed) <= 1:
@@ -99,7 +106,7 @@ def combined(findings: Sequence[Finding]) -> CdcError | None:
 def require(findings: Sequence[Finding]) -> None:
     """Raise the error of the first finding that has one.
 
-    :raises CdcError: of the class that fits the finding.
+    :raises CdcError: the finding's own error.
     """
     for finding in findings:
         if finding.error is not None:

@@ -1,9 +1,8 @@
-"""Positions in the log of a source, and those of Postgres's write-ahead log: log sequence numbers.
+"""Positions in the log of a source, such as the log sequence numbers (LSNs) of Postgres's write-ahead log.
 
-Inside the engine they are plain integers, which NumPy, Arrow and comparisons
-understand; their type alone tells them from other numbers. At every border
-(JSON, SQL, logs) they are texts ``X/Y``, as Postgres writes its LSNs, since
-JavaScript rounds integers above 2^53.
+Inside the engine, positions are plain integers that NumPy, Arrow and comparisons understand; only their type
+distinguishes them from other numbers. In JSON, SQL and logs, they are texts ``X/Y`` as Postgres writes its LSNs,
+because JavaScript rounds integers above 2^53.
 """
 
 from __future__ import annotations
@@ -12,13 +11,15 @@ import re
 from typing import NewType, TypeAlias
 
 LogPosition = NewType("LogPosition", int)
-"""How far the log of a source has been read, as commit records have it. Those of one source are in an order; what lies
-between two of them, the source alone knows."""
+"""A position up to which the log of a source has been read, as commit records store it.
+
+Positions of one source are ordered. Only the source knows what lies between two of them.
+"""
 
 LOG_START = LogPosition(0)
-"""Before all that is in a log."""
+"""The position before everything in a log."""
 LOG_END = LogPosition((1 << 63) - 1)
-"""Beyond all that is in a log."""
+"""The position after everything in a log."""
 
 Lsn: TypeAlias = LogPosition
 """A position in Postgres's write-ahead log: bytes since its start."""
@@ -29,7 +30,7 @@ _FORMAT = re.compile(r"^([0-9A-Fa-f]{1,8})/([0-9A-Fa-f]{1,8})$")
 def parse_lsn(text: str) -> Lsn:
     """Return the LSN written as ``X/Y`` in hexadecimal.
 
-    :raises ValueError: when ``text`` is not of that form.
+    :raises ValueError: if ``text`` does not have that form.
     """
     match = _FORMAT.match(text)
     if match is None:
@@ -38,5 +39,5 @@ def parse_lsn(text: str) -> Lsn:
 
 
 def format_lsn(lsn: LogPosition) -> str:
-    """Return a position as Postgres writes its own, for example ``16/B374D848``."""
+    """Format a position as Postgres writes LSNs, for example ``16/B374D848``."""
     return f"{lsn >> 32:X}/{lsn & 0xFFFFFFFF:X}"

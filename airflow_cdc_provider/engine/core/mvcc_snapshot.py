@@ -1,14 +1,12 @@
-"""Which transactions an MVCC snapshot sees: the rule that stitches snapshot and stream.
+"""Visibility of transactions in an MVCC snapshot: the rule that combines snapshot and stream.
 
-``pg_current_snapshot()`` returns ``xmin:xmax:xip_list`` in 64-bit transaction
-ids. Every id below xmin is visible, every id from xmax on is not, and those in
-between are visible unless listed as in progress. pgoutput names transactions by
-the low 32 bits of the same ids, so that comparison is modulo 2^32; the slot's
-``catalog_xmin`` keeps all ids in play within 2^31 of each other.
+``pg_current_snapshot()`` returns ``xmin:xmax:xip_list`` in 64-bit transaction ids. Every id below xmin is visible, and
+every id from xmax on is invisible. Ids in between are visible unless the list names them as in progress. pgoutput
+identifies transactions by the low 32 bits of the same ids, so the comparison is modulo 2^32. The slot's
+``catalog_xmin`` keeps all ids that are compared within 2^31 of each other.
 
-Only top-level ids occur on both sides: the snapshot lists no subtransactions
-and pgoutput sends the top-level id. On a standby the list is empty by design,
-which is why chunks are read on the primary only.
+Both sides have top-level ids only: the snapshot lists no subtransactions, and pgoutput sends the top-level id. On a
+standby the list is empty by design, so chunks are read on the primary only.
 """
 
 from __future__ import annotations
@@ -28,8 +26,8 @@ _MASK = 0xFFFFFFFF
 class Snapshot:
     """An MVCC snapshot of a Postgres primary.
 
-    :param xmin: lowest transaction id still in progress (64 bits).
-    :param xmax: first transaction id not yet assigned when the snapshot was taken (64 bits).
+    :param xmin: lowest transaction id that was still in progress (64 bits).
+    :param xmax: first transaction id that was not yet assigned when the snapshot was taken (64 bits).
     :param xip: ids in ``[xmin, xmax)`` that were in progress.
     """
 
@@ -41,7 +39,7 @@ class Snapshot:
     def parse(cls, text: str) -> Snapshot:
         """Parse the text of ``pg_current_snapshot()``, for example ``10:20:10,14``.
 
-        :raises ValueError: when ``text`` is not of that form.
+        :raises ValueError: if ``text`` does not have that form.
         """
         xmin, xmax, xip = text.split(":")
         return cls(int(xmin), int(xmax), frozenset(int(x) for x in xip.split(",") if x))
@@ -50,12 +48,12 @@ class Snapshot:
         return f"{self.xmin}:{self.xmax}:{','.join(str(x) for x in sorted(self.xip))}"
 
     def visible(self, xids: npt.ArrayLike | Iterable[int]) -> npt.NDArray[np.bool_]:
-        """Tell for each 32-bit transaction id whether the snapshot sees it.
+        """Return for each 32-bit transaction id whether the snapshot sees it.
 
-        :param xids: transaction ids as pgoutput sends them (low 32 bits), of *committed* transactions.
+        :param xids: ids of *committed* transactions as pgoutput sends them (low 32 bits).
         :returns: booleans of the same shape.
         """
-        import numpy as np  # late: where Dags are parsed, records are plain data
+        import numpy as np  # late: where Dags are parsed, records are only plain data
 
         low = np.asarray(xids, dtype=np.int64) & _MASK
         distance = (low - (self.xmax & _MASK)) & _MASK

@@ -1,4 +1,4 @@
-"""Changes of rows as the log tells them, column by column."""
+"""Row changes as the log describes them, column by column."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ Ints = NDArray[np.int64]
 Octets = NDArray[np.uint8]
 Flags = NDArray[np.bool_]
 Bytes = bytes | bytearray | memoryview
-"""Where messages stand."""
+"""A buffer that has messages in it."""
 
 
 @dataclass(frozen=True)
 class RelationColumn:
-    """A column as a Relation message describes it; ``key``: it is part of the replica identity."""
+    """A column as a Relation message describes it.
+
+    :param key: whether it is part of the replica identity.
+    """
 
     name: str
     type_oid: int
@@ -27,7 +30,10 @@ class RelationColumn:
 
 @dataclass(frozen=True)
 class Relation:
-    """A table as a Relation message describes it; ``replica_identity``: d(efault), n(othing), f(ull) or i(ndex)."""
+    """A table as a Relation message describes it.
+
+    :param replica_identity: d(efault), n(othing), f(ull) or i(ndex).
+    """
 
     oid: int
     schema: str
@@ -38,9 +44,9 @@ class Relation:
 
 @dataclass(frozen=True, eq=False)
 class Changes:
-    """The row changes of one version of a relation within one piece, in their order.
+    """The row changes of one version of a relation within one piece, in order.
 
-    A relation that is described anew, and differently, within the piece has a ``Changes`` for each description.
+    If the piece describes a relation again and differently, the relation has a ``Changes`` for each description.
 
     :param order: index of each row's message within the piece; a TRUNCATE gives each of its relations a row.
     :param op: ``i``, ``u``, ``d`` or ``t``, as byte values.
@@ -48,9 +54,9 @@ class Changes:
     :param commit_lsn: the LSN of the transaction's commit record.
     :param commit_ts: microseconds since the Unix epoch.
     :param seq: 1, 2, 3 and so on within the transaction, across relations and pieces.
-    :param new: the new row, one array of large strings for each column; null for deletes and truncates, and where
-        a TOASTed value was not sent because it did not change.
-    :param unchanged: by index of the column, where that was so; only columns that have it.
+    :param new: the new row, one array of large strings for each column; null for deletes and truncates, and for
+        TOASTed values that were not sent because they did not change.
+    :param unchanged: by index of the column, the rows whose TOASTed value was not sent; only columns that have any.
     :param old: the old key or row, like ``new``; None if no row carries one.
     :param old_kind: ``K`` (only columns of the replica identity have values), ``O`` (the whole row) or 0 (none).
     """

@@ -1,10 +1,10 @@
-"""Reading the sections of a pipeline file: keys are taken and checked one by one, and what is left over is refused.
+"""Reads the sections of a pipeline file: takes and checks keys one by one, and refuses the remaining keys.
 
-A check takes the value as YAML gives it, and returns what it stands for, or raises
-:class:`ValueError` with what would be right.
+A check receives the value as YAML gives it. It returns the converted value, or raises :class:`ValueError` with a
+description of valid values.
 
-No message shows a text, a list or a mapping of the file, wherever it stands: it may be a password, or hold one, that
-was written to the wrong key. Shown are numbers that are too small, and words that are nearly one of a choice.
+No message shows a text, a list or a mapping of the file, because it may be or contain a password that was written to
+the wrong key. Messages show only numbers that are too small, and words that resemble one of the valid choices.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
 _NAME = re.compile(r"[A-Za-z_][\w.\[\]-]{0,99}")
-"""What a key or the id of a connection looks like; what does not may be a password, or an address that holds one."""
+"""The form of a key or of a connection's id. Other texts may be passwords, or addresses that contain one."""
 
 
 class Section:
-    """A mapping of the document whose keys are taken one by one, so that what is left over is unknown.
+    """A mapping of the document whose keys are taken one by one, so that the remaining keys are unknown ones.
 
-    :param path: of its keys, for messages.
-    :param environment: where variables and connections are looked up.
-    :param resolve: whether they are: where Dags are parsed, they may not be known.
+    :param path: the prefix of its keys, for messages.
+    :param environment: the environment in which variables and connections are looked up.
+    :param resolve: whether to look them up; where Dags are parsed, they may be unset.
     """
 
     def __init__(self, path: str, value: object, environment: Mapping[str, str], resolve: bool) -> None:
@@ -46,7 +46,7 @@ class Section:
 
     @property
     def path(self) -> str:
-        """The path of the mapping, for messages."""
+        """Return the path of the mapping, for messages."""
         return self._path
 
     def _full(self, key: str) -> str:
@@ -54,10 +54,10 @@ class Section:
         return f"{self._path}.{shown}" if self._path else shown
 
     def take(self, key: str, check: Callable[[object], T], default: T | None = None, *, secret: bool = False) -> T:
-        """The checked value of a key; one without a default must be there.
+        """Take the value of a key and return it checked; a key without a default is required.
 
-        :param secret: no message may show even a number.
-        :raises ConfigError: naming the key's path and what would be right.
+        :param secret: whether messages must not show the value even if it is a number.
+        :raises ConfigError: if the key is missing or its value is invalid; names the key's path and valid values.
         """
         self._known.add(key)
         if key not in self._values and default is not None:
@@ -69,7 +69,7 @@ class Section:
         return self.take_literally(key, check, secret=secret)
 
     def take_literally(self, key: str, check: Callable[[object], T], *, secret: bool = False) -> T:
-        """The checked value of a key, which has to be known, wherever the file is read."""
+        """Take the value of a key and return it checked; its variables must be set wherever the file is read."""
         self._known.add(key)
         self._require(key)
         value = self._values.pop(key)
@@ -80,11 +80,11 @@ class Section:
             raise ConfigError(f"{self._full(key)}: {shown} is not valid", f"Give {e}.") from None
 
     def section(self, key: str) -> Section:
-        """The mapping at a key."""
+        """Take the mapping at a key."""
         return self.take_literally(key, lambda value: self.inner(key, value))
 
     def sections(self, key: str) -> tuple[Section, ...]:
-        """The mapping at a key, or each mapping of a list."""
+        """Take the mapping at a key, or each mapping of the list at a key."""
 
         def check(value: object) -> tuple[Section, ...]:
             if value == []:
@@ -96,13 +96,13 @@ class Section:
         return self.take_literally(key, check)
 
     def inner(self, name: str, value: object) -> Section:
-        """A value of this section as a section of its own."""
+        """Return a value of this section as a section."""
         return Section(self._full(name), value, self._environment, self._resolve)
 
     def texts(self, key: str, *, secret: bool = False) -> tuple[tuple[str, str], ...]:
-        """The mapping of names to texts at a key, empty by default; variables of the environment stand in its values.
+        """Take the mapping of names to texts at a key, empty by default; its values may name environment variables.
 
-        :param secret: no message may show even numbers.
+        :param secret: whether messages must not show the values even if they are numbers.
         """
         self._known.add(key)
         if key not in self._values:
@@ -113,9 +113,9 @@ class Section:
         return tuple((name, section.take(name, as_text, secret=secret)) for name in names)
 
     def settings(self, key: str, kind: type[T], **checks: Callable[[object], Any]) -> T:
-        """The mapping at a key as a dataclass with defaults for all its fields.
+        """Take the mapping at a key as a dataclass that has defaults for all its fields.
 
-        :param checks: of the keys, which have the fields' names.
+        :param checks: the checks of the keys; a key has the name of its field.
         """
         self._known.add(key)
         if key not in self._values:
@@ -127,13 +127,13 @@ class Section:
         return cast(T, dataclasses.replace(cast(Any, defaults), **given))
 
     def dsn(self, check: Callable[[object], str], scheme: str, kind: str, prefix: str = "") -> str:
-        """The section's ``dsn``, or the Airflow connection that its ``conn_id`` names, as a checked URI.
+        """Take the section's ``dsn``, or the Airflow connection that its ``conn_id`` names, as a checked URI.
 
-        It is empty where connections are not resolved.
+        The result is empty if connections are not resolved.
 
-        :param scheme: of the URIs.
-        :param kind: what the connection must be, for messages: ``Postgres``.
-        :param prefix: of both keys; with one, neither has to be there.
+        :param scheme: the scheme of the URIs.
+        :param kind: the required kind of connection, for messages: ``Postgres``.
+        :param prefix: a prefix of both keys; if given, neither key is required.
         """
         key, conn_id = f"{prefix}dsn", f"{prefix}conn_id"
         if prefix and not {key, conn_id} & self._values.keys():
@@ -147,13 +147,13 @@ class Section:
         return found or ""
 
     def connection(self, instead: str, kind: str, read: Callable[[str], T], key: str = "conn_id") -> T | None:
-        """What is read from the Airflow connection that a key of the section names.
+        """Read the Airflow connection that a key of the section names.
 
-        It is ``None`` where the section has no such key, or connections are not resolved.
+        The result is ``None`` if the section does not have the key, or if connections are not resolved.
 
-        :param instead: the key that stands in its place; one of both must be there.
-        :param kind: what the connection must be, for messages: ``Postgres``.
-        :param read: takes the connection as Airflow gives it, URI or JSON, which it must not repeat in a message.
+        :param instead: the alternative key; one of both is required.
+        :param kind: the required kind of connection, for messages: ``Postgres``.
+        :param read: receives the connection as Airflow gives it, a URI or JSON; must not quote it in a message.
         """
         self._known |= {key, instead}
         if key in self._values and instead in self._values:
@@ -208,9 +208,9 @@ class Section:
         return VARIABLE.sub(replace, text)
 
     def finish(self) -> None:
-        """Refuse what has not been taken.
+        """Refuse keys that have not been taken.
 
-        :raises ConfigError: naming the first such key.
+        :raises ConfigError: if there are any; names the first one.
         """
         for key, value in self._values.items():
             raise ConfigError(
@@ -220,13 +220,13 @@ class Section:
 
 
 def _shown(value: object, error: ValueError) -> str:
-    """A value for a message, if it can be no secret that belongs elsewhere."""
+    """Return a value for a message, or only its kind if it may be a secret that belongs to another key."""
     too_small = isinstance(value, int | float) and not isinstance(value, bool) and value <= 0
     return repr(value) if too_small or isinstance(error, Misspelt) else _kind(value)
 
 
 def _kind(value: object) -> str:
-    """What a value is, for messages that must not show it."""
+    """Return the kind of a value, for messages that must not show the value."""
     kinds = {int: "a number", float: "a number", str: "a text", dict: "a mapping", list: "a list"}
     if value is None or isinstance(value, bool):
         return {None: "nothing", True: "true", False: "false"}[value]
@@ -234,9 +234,9 @@ def _kind(value: object) -> str:
 
 
 def without_password(url: str) -> str:
-    """Check that a URL, which messages may show, names no password.
+    """Check that a URL has no password, because messages may show it.
 
-    :raises ValueError: when it does.
+    :raises ValueError: if it has one.
     """
     user, at, _ = url.partition("://")[2].partition("/")[0].rpartition("@")
     if at and ":" in user:

@@ -1,4 +1,4 @@
-"""Values of keys of the pipeline file: read, checked and told."""
+"""Parses and checks values of the pipeline file, and describes valid ones."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _BYTES = {None: 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def as_text(value: object) -> str:
-    """A text that is not empty."""
+    """Check a text that must not be empty."""
     if not isinstance(value, str) or not value:
         raise ValueError("a text")
     return value
 
 
 def one_of(*choices: str) -> Callable[[object], str]:
-    """A check for one of some texts."""
+    """Return a check that accepts one of the given texts."""
 
     def check(value: object) -> str:
         if value not in choices:
@@ -34,21 +34,21 @@ def one_of(*choices: str) -> Callable[[object], str]:
 
 
 def as_flag(value: object) -> bool:
-    """True or false."""
+    """Check a value that must be true or false."""
     if not isinstance(value, bool):
         raise ValueError("true or false")
     return value
 
 
 def as_positive_integer(value: object) -> int:
-    """A whole number from 1 on."""
+    """Check a whole number from 1 on."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError("a whole number from 1 on")
     return value
 
 
 def as_seconds(value: object) -> float:
-    """A duration in seconds, given as a number or as text such as ``2 minutes``."""
+    """Parse a duration, given as a number of seconds or as text such as ``2 minutes``, into seconds."""
     if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
         return float(value)
     match = _DURATION.match(value) if isinstance(value, str) else None
@@ -60,7 +60,7 @@ def as_seconds(value: object) -> float:
 
 
 def as_positive_seconds(value: object) -> float:
-    """As :func:`as_seconds`, but not zero."""
+    """Parse a duration as :func:`as_seconds` does, and refuse zero."""
     seconds = as_seconds(value)
     if seconds <= 0:
         raise ValueError("a duration above zero, such as `10 seconds`")
@@ -68,9 +68,9 @@ def as_positive_seconds(value: object) -> float:
 
 
 def parse_bytes(value: object) -> int:
-    """A size in bytes, given as a number or as text such as ``64MiB``.
+    """Parse a size, given as a number of bytes or as text such as ``64MiB``, into bytes.
 
-    :raises ValueError: saying what would be right.
+    :raises ValueError: if it is invalid; describes valid sizes.
     """
     match = _SIZE.match(str(value)) if isinstance(value, str | int) and not isinstance(value, bool) else None
     if match is None or int(match[1]) == 0:
@@ -79,19 +79,19 @@ def parse_bytes(value: object) -> int:
 
 
 def as_mapping(value: object) -> dict[str, str]:
-    """A mapping of texts to texts; true and false become words as Spark and Java write them."""
+    """Check a mapping of texts to texts; true and false become words as Spark and Java write them."""
     if not isinstance(value, dict):
         raise ValueError("a mapping of names to values")
     return {str(k): spelled(v) for k, v in value.items()}
 
 
 def spelled(value: object) -> str:
-    """A value as Spark and Java write it."""
+    """Return a value as Spark and Java write it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def as_postgres_uri(value: object) -> str:
-    """Check a libpq URI without ever repeating it in a message: it may hold a password."""
+    """Check a libpq URI without quoting it in a message, because it may contain a password."""
     text = as_text(value)
     if text.startswith("postgres://"):
         text = "postgresql://" + text.removeprefix("postgres://")
@@ -102,7 +102,7 @@ def as_postgres_uri(value: object) -> str:
         raise ValueError(wanted) from None
     if parts.scheme != "postgresql" or not parts.path.strip("/"):
         raise ValueError(wanted)
-    # libpq takes the first @ for the password's end and would name the rest, as a host, in its messages.
+    # libpq lets the password end at the first @, and would show the rest as a host in its messages.
     if parts.netloc.count("@") > 1:
         raise ValueError(f"{wanted}, with special characters of user and password escaped (%40 for @)")
     import psycopg2.extensions  # late: reading Dags must not load a driver
@@ -111,17 +111,17 @@ def as_postgres_uri(value: object) -> str:
         ports = psycopg2.extensions.parse_dsn(text).get("port", "")
     except psycopg2.Error:
         raise ValueError(f"{wanted}, with parameters that libpq knows") from None
-    # One a host, which urllib does not know.
+    # There is one port for each host; urllib does not support that.
     if not all(port == "" or (port.isdecimal() and 0 < int(port) < 1 << 16) for port in ports.split(",")):
         raise ValueError(wanted)
     return text
 
 
 def connection_uri(connection: str, scheme: str = "postgresql") -> str:
-    """Turn an Airflow connection (URI or JSON) into a URI; its extras that are texts become parameters.
+    """Turn an Airflow connection (URI or JSON) into a URI; extras that are texts become parameters.
 
-    :param scheme: of the URI that is made of a JSON object.
-    :raises ValueError: when the JSON is malformed.
+    :param scheme: the scheme of a URI that is built from JSON.
+    :raises ValueError: if the JSON is malformed.
     """
     if not connection.lstrip().startswith("{"):
         return connection
@@ -143,7 +143,7 @@ def connection_uri(connection: str, scheme: str = "postgresql") -> str:
 
 
 def database_of(dsn: str) -> str:
-    """Return the name of the database that a checked DSN leads to."""
+    """Return the name of the database in a checked DSN."""
     import psycopg2.extensions  # late, as above
 
     return str(psycopg2.extensions.parse_dsn(dsn)["dbname"])
@@ -153,11 +153,14 @@ _MEASURE = re.compile(r"\d{1,4}(\.\d{1,2})? ?[A-Za-z]{0,2}")
 
 
 class Misspelt(ValueError):
-    """Raised by a check for a value that is nearly one of those that it takes, and so no secret."""
+    """An error for a value that resembles a valid one, so that it is not a secret and may be shown."""
 
 
 def _unit(value: object) -> type[ValueError]:
-    """The error for what is no duration or size: a short number with two letters is a wrong one, and no secret."""
+    """Return the class of the error for an invalid duration or size.
+
+    A short number followed by up to two letters has a wrong unit; it is not a secret and may be shown.
+    """
     return Misspelt if isinstance(value, str) and _MEASURE.fullmatch(value) else ValueError
 
 

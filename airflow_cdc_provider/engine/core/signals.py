@@ -1,10 +1,10 @@
-"""SIGINT, SIGTERM and SIGHUP, at whatever moment they come to a command.
+"""Handles SIGINT, SIGTERM and SIGHUP, whenever a command receives them.
 
-A part of a run ends its unit, and is told so (:func:`ending_gracefully`). Whatever else is at work is broken off by
-:class:`SignalCame`. Both are seen to by a thread, too: Python handles signals between two steps of its main thread
-only, which may wait for a server, or for Spark, meanwhile.
+A part of a run is asked to finish its unit and end (:func:`ending_gracefully`). All other work is interrupted by
+:class:`SignalCame`. A thread takes care of both as well, because Python handles signals only between two steps of its
+main thread, and that may be waiting for a server or for Spark.
 
-Imports nothing of weight: signals may come while the others are imported.
+This module has no heavy imports, because signals may arrive while other modules are being imported.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CANCEL_SECONDS = 1.0
-"""After so long the statements are canceled for whose end the main thread waits."""
+"""Seconds after which the statements that the main thread waits for are canceled."""
 GIVE_UP_SECONDS = 15.0
-"""After so long a command that has been broken off, and cleans up, is ended at once."""
+"""Seconds after which an interrupted command that is still cleaning up is ended immediately."""
 
 
 class SignalCame(BaseException):
-    """A signal has broken off what had no unit to end first.
+    """The interruption of work that had no unit to finish first, by a signal.
 
-    :ivar name: the signal's.
+    :ivar name: the signal's name.
     """
 
     def __init__(self, name: str) -> None:
@@ -40,7 +40,7 @@ class SignalCame(BaseException):
 
 
 class _Heard:
-    """What has been heard of signals in this process."""
+    """The signals that this process has received, and its reactions to them."""
 
     def __init__(self) -> None:
         self.installed = self.armed = False
@@ -56,9 +56,10 @@ _heard = _Heard()
 
 @contextmanager
 def listening(give_up: Callable[[str], int]) -> Iterator[None]:
-    """Listen to signals for the time of a command; those that the process was started to ignore stay ignored.
+    """Handle signals for the duration of a command; signals that the process was started to ignore remain ignored.
 
-    :param give_up: says, with the signal's name, that the command is ended at once; returns the exit code.
+    :param give_up: called with the signal's name before the command is ended immediately; reports that, and returns
+        the exit code.
     """
     global _heard
     if threading.current_thread() is not threading.main_thread():
@@ -83,14 +84,14 @@ def listening(give_up: Callable[[str], int]) -> Iterator[None]:
         signal.set_wakeup_fd(wakeup)
         for number, handler in before.items():
             signal.signal(number, handler)
-        writer.close()  # at which the thread ends
+        writer.close()  # ends the thread
         _heard = _Heard()
 
 
 def arm() -> None:
-    """Let signals raise from now on, where that is caught.
+    """Let signals raise :class:`SignalCame` from now on, which the caller catches.
 
-    :raises SignalCame: when one has come before.
+    :raises SignalCame: if a signal has already been received.
     """
     _heard.armed = True
     if _heard.name is not None and not _heard.raised:
@@ -100,9 +101,9 @@ def arm() -> None:
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Let signals raise at the end of the block, in which something begins that nobody would end otherwise.
+    """Let signals raise only at the end of the block, which starts something that would otherwise never be ended.
 
-    :raises SignalCame: when one has come in the block.
+    :raises SignalCame: if a signal was received in the block.
     """
     armed, _heard.armed = _heard.armed, False
     try:
@@ -114,9 +115,9 @@ def deferred() -> Iterator[None]:
 
 
 def close() -> str | None:
-    """Heed no further signal, as the command has an outcome, which is about to be told.
+    """Ignore further signals, because the command has a result, which is about to be reported.
 
-    :returns: the name of the first signal that has come.
+    :returns: the name of the first signal that was received.
     """
     _heard.over = True
     return _heard.name
@@ -124,10 +125,10 @@ def close() -> str | None:
 
 @contextmanager
 def ending_gracefully(stop: Callable[[], None]) -> Iterator[bool]:
-    """Let work end by itself when a signal comes in the block; at once if one has come before.
+    """Let work end gracefully if a signal is received in the block, or immediately if one has been received before.
 
-    :param stop: asks for it; called in any thread.
-    :returns: whether signals are listened to.
+    :param stop: asks the work to end; called in any thread.
+    :returns: whether signals are handled.
     """
     heard = _heard
     heard.stops.append(stop)
@@ -140,8 +141,8 @@ def ending_gracefully(stop: Callable[[], None]) -> Iterator[bool]:
         heard.stops.remove(stop)
 
 
-def when_broken_off(callback: Callable[[], None]) -> None:
-    """Call something when a signal breaks the command off, before that is raised."""
+def on_interrupt(callback: Callable[[], None]) -> None:
+    """Register a function to call when a signal interrupts the command, before :class:`SignalCame` is raised."""
     _heard.callbacks.append(callback)
 
 
@@ -159,7 +160,7 @@ def _handle(heard: _Heard, number: int, frame: FrameType | None) -> None:
 
 
 def _swallowed(heard: _Heard, otherwise: Callable[[Any], object], unraisable: Any) -> None:
-    """Raise a signal again that came where Python ignores exceptions: in a callback, as at a fork, or a finalizer."""
+    """Repeat a signal that arrived where Python ignores exceptions: in a callback, as at a fork, or in a finalizer."""
     if isinstance(unraisable.exc_value, SignalCame):
         heard.again = True
     else:
@@ -167,7 +168,7 @@ def _swallowed(heard: _Heard, otherwise: Callable[[Any], object], unraisable: An
 
 
 def _watch(heard: _Heard, reader: socket.socket, give_up: Callable[[str], int]) -> None:
-    """See to it that a signal is heeded, whatever the main thread waits for."""
+    """Make sure that a signal takes effect, whatever the main thread is waiting for."""
     with reader:
         while (byte := reader.recv(1)) and byte[0] not in SIGNALS:
             pass
@@ -179,7 +180,7 @@ def _watch(heard: _Heard, reader: socket.socket, give_up: Callable[[str], int]) 
             for stop in list(heard.stops):
                 heard.graceful = True
                 stop()
-            if heard.graceful:  # it takes its time
+            if heard.graceful:  # the work takes the time that it needs
                 break
             if heard.again:
                 heard.again = heard.raised = False
@@ -196,12 +197,12 @@ def _watch(heard: _Heard, reader: socket.socket, give_up: Callable[[str], int]) 
                     sys.stderr.flush()
                 os._exit(code)
             time.sleep(0.1)
-        while reader.recv(4096):  # until the command ends, as further signals are written there
+        while reader.recv(4096):  # discard further signals until the command ends
             pass
 
 
 def _cancel() -> None:
-    """Cancel the statements whose end is waited for, if there can be any."""
+    """Cancel the statements that the process waits for, if there can be any."""
     liveness = sys.modules.get("airflow_cdc_provider.engine.postgres.dead_connections")
     if liveness is not None:
         liveness.cancel_all()

@@ -1,4 +1,4 @@
-"""Which store a pipeline reads, so that a sink can refuse to write into it."""
+"""The identity of the store that a pipeline reads, so that a sink can refuse to write into it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SourceIdentity:
-    """A store that is read, and which of its names are.
+    """A store that is read, and the names in it that are read.
 
     :param store: kind and identifier of the server or cluster, such as ``postgres 7301…`` or ``kafka abc…``.
-    :param reads: whether a name of the store is read: a database of a Postgres server, a topic of a Kafka cluster.
+    :param reads: returns whether a name of the store is read: a database of a Postgres server, a topic of a Kafka
+        cluster.
     """
 
     store: str

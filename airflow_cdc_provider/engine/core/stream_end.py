@@ -1,4 +1,4 @@
-"""Where a stream ends, in the words of users."""
+"""Parses and formats the end of a stream as users write it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn, parse_lsn
 
 CAUGHT_UP, FOREVER = "caught up", "forever"
-# "stopped" is what "forever" was called before.
+# "stopped" is the former name of "forever".
 _WORDS = {"caught-up": CAUGHT_UP, "forever": FOREVER, "stopped": FOREVER}
 
 
 @dataclass(frozen=True)
 class Ending:
-    """Where a stream ends: with neither parameter when it is stopped.
+    """The end of a stream; without parameters the stream runs until it is stopped.
 
-    :param caught_up: once all that had been committed when it began is in the sink.
-    :param lsn: at this position, or unit.
+    :param caught_up: whether it ends once everything that had been committed when it began is in the sink.
+    :param lsn: the position, or unit, at which it ends.
     """
 
     caught_up: bool = False
@@ -25,10 +25,10 @@ class Ending:
 
     @classmethod
     def parse(cls, text: str) -> Ending:
-        """Read an ending.
+        """Parse an ending.
 
         :param text: ``caught up`` or ``forever``, also with ``-`` or ``_`` for the space; or ``X/Y`` or ``lsn:X/Y``.
-        :raises ConfigError: when it is none of these.
+        :raises ConfigError: if it is none of these.
         """
         word = _WORDS.get(text.strip().lower().replace("_", "-").replace(" ", "-"))
         if word is not None:

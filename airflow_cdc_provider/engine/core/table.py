@@ -15,23 +15,22 @@ class Column:
     """A captured column.
 
     :param type: its type as SQL with modifier, schema-qualified unless it lives in ``pg_catalog``.
-    :param collation: its collation, quoted and qualified, where that is not the type's own; else ``None``.
+    :param collation: its collation, quoted and qualified, if it is not the type's own; else ``None``.
     :param builtin: whether the type, or the element of an array, comes with Postgres; a domain never does.
-    :param operators: the source's operators for less, equal, and greater or equal, as ``OPERATOR()`` takes them;
-        ``None`` where they are those of ``pg_catalog``. ``citext`` compared without them is compared as ``text``,
-        and ``hstore`` not at all.
-    :param attnum: its number in the table, which outlives renaming and is never used again.
+    :param operators: the source's operators for less, equal, and greater or equal, in the syntax of ``OPERATOR()``;
+        ``None`` if they are those of ``pg_catalog``. Without them, ``citext`` is compared as ``text``, and ``hstore``
+        cannot be compared at all.
+    :param attnum: its number in the table, which survives renaming and is never reused.
     :param xmin: the transaction that last changed its entry in the catalog.
-    :param missing: text of the value that rows from before the column have, ``None`` for null.
-    :param uniform: whether they have it in all leaves.
-    :param type_modifier: what ``type`` has in parentheses, as a number; -1 without.
-    :param beneath: for a domain the type that it is made of, as a cast takes it, with the column's collation. A row's
-        value need not be one of the domain any more: a constraint may have been added as NOT VALID.
-    :param parts: what the type is made of, beneath arrays, domains and ranges, as far as its values read otherwise
-        when that changes: each label of an enum with the transaction that gave it, the attributes of a composite.
-        ``None`` if there is nothing of the kind, or nobody has looked.
-    :param shape: of a type that does not come with Postgres; ``None`` in records that were written before it was
-        looked at.
+    :param missing: text of the value of rows that are older than the column, ``None`` for null.
+    :param uniform: whether these rows have that value in all leaves.
+    :param type_modifier: the part of ``type`` in parentheses, as a number; -1 without.
+    :param beneath: for a domain its base type in the syntax of a cast, with the column's collation. A row's value may
+        violate the domain if a constraint was added as NOT VALID.
+    :param parts: those components of the type, beneath arrays, domains and ranges, that change how its values read:
+        each label of an enum with the transaction that gave it, and the attributes of a composite. ``None`` if there
+        are none, or if they have not been read.
+    :param shape: the shape of a type that does not come with Postgres; ``None`` in records that older versions wrote.
     """
 
     name: str
@@ -67,13 +66,13 @@ class Column:
 class Leaf:
     """A table that stores rows: the captured table itself, or a leaf of its partition tree.
 
-    :param filenode: the file that its rows are in; another one means that it was rewritten or truncated.
-    :param toast: oid of its TOAST table, 0 without one. SET LOGGED makes another one; VACUUM FULL, CLUSTER and TRUNCATE
-        do not. ``None`` in records that were written before it was looked at.
-    :param place: the transactions that brought it, and its ancestors, into their schemas and under their parents; empty
-        in records that were written before they were looked at.
-    :param streamed: all that was done to it before it came into this file has been published, see
-    :mod:`.catalog_watch`.
+    :param filenode: the file of its rows; it changes if the table is rewritten or truncated.
+    :param toast: oid of its TOAST table, 0 without one. SET LOGGED creates another one; VACUUM FULL, CLUSTER and
+        TRUNCATE do not. ``None`` in records that older versions wrote.
+    :param place: the transactions that moved it, and its ancestors, into their schemas and under their parents; empty
+        in records that older versions wrote.
+    :param streamed: whether all changes that it had before it got this file have been published, see
+        :mod:`.catalog_watch`.
     """
 
     oid: int
@@ -89,20 +88,21 @@ class Leaf:
 class Table:
     """A captured table.
 
-    :param columns: the captured columns in the order of the table; generated columns are left out, stored ones
-        too: Postgres before 18 does not stream them, and the target can compute them itself.
-    :param key: names of the key columns in the order of the key's index: the replica identity's columns, under
-        FULL those of the primary key; empty when there are none.
+    :param columns: the captured columns in the order of the table. Generated columns, stored ones included, are
+        excluded: Postgres before 18 does not stream them, and the target can compute them itself.
+    :param key: names of the key columns in the order of the key's index: the columns of the replica identity, or of
+        the primary key under FULL; empty if there are none.
     :param replica_identity: that of the leaves: ``d`` primary key, ``i`` an index, ``f`` full (``n``, nothing, is
         never captured).
     :param where: the rule's condition on the rows, ``None`` for all.
     :param leaves: in the order of their oids.
     :param kind: ``r`` an ordinary table, ``p`` a partitioned one.
-    :param column_list: whether the rule names the columns; ours of the publication then does so, too.
-    :param attnums: the highest number that a column of the table has had, also one that is gone.
-    :param key_constraint: oid of the key's constraint (of its index when it has none) where the log does not tell that
-        it was made anew; else 0.
-    :param generated: names of the generated columns, which somebody else's publication may stream from Postgres 18 on.
+    :param column_list: whether the rule names the columns; the pipeline's own publication then names them, too.
+    :param attnums: the highest number that any column of the table has had, dropped columns included.
+    :param key_constraint: oid of the key's constraint (or of its index if it has no constraint) if the log does not
+        show that the key was recreated; else 0.
+    :param generated: names of the generated columns; from Postgres 18 on, a publication that users made may stream
+        them.
     """
 
     oid: int
@@ -121,22 +121,22 @@ class Table:
 
     @property
     def label(self) -> str:
-        """``schema.name`` without quotes: the table's identity in messages and records."""
+        """Return ``schema.name`` without quotes, which identifies the table in messages and records."""
         return f"{self.schema}.{self.name}"
 
     @property
     def key_columns(self) -> tuple[Column, ...]:
-        """The columns of :attr:`key`."""
+        """Return the columns of :attr:`key`."""
         columns = {column.name: column for column in self.columns}
         return tuple(columns[name] for name in self.key)
 
     def to_dict(self) -> dict[str, Any]:
-        """The table as JSON values; :meth:`from_dict` reads them back."""
+        """Return the table as JSON values; :meth:`from_dict` reads them back."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Table:
-        """Read what :meth:`to_dict` wrote."""
+        """Read a table from the values that :meth:`to_dict` returned."""
         return cls(
             **{
                 **values,

@@ -1,4 +1,4 @@
-"""Which tables a pipeline file names, and what of them."""
+"""The tables that a pipeline file names, with the columns and rows to capture."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 class TableRule:
     """One entry of ``source.tables``.
 
-    :param pattern: ``schema.table``, shell globs allowed, double quotes protect a dot or a glob character.
+    :param pattern: ``schema.table``; shell globs are allowed, and double quotes protect a dot or a glob character.
     :param columns: the columns to capture, ``None`` for all.
     :param where: an SQL condition on the rows to capture, ``None`` for all.
     """

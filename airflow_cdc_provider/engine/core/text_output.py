@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def text_table(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """Lay out rows under a header; every column but the first is aligned to the right."""
+    """Format rows under a header; every column except the first is aligned to the right."""
     widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
@@ -17,7 +17,7 @@ def text_table(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 
 
 def human_bytes(count: int | None) -> str:
-    """A number of bytes in a unit that reads well, for example ``3.4 MiB``."""
+    """Format a number of bytes in a readable unit, for example ``3.4 MiB``."""
     if count is None:
         return "unknown"
     size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]

@@ -1,4 +1,4 @@
-"""What a type of Postgres is made of, as far as it decides which values it keeps; read alike of source and target."""
+"""The components of a Postgres type that determine which values it stores; the same for source and target."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ SORTS: Mapping[str, Sort] = {"a": "array", "e": "enum", "c": "composite", "r": "
 
 @dataclass(frozen=True)
 class TypeShape:
-    """What a type is made of; a domain is what lies beneath it.
+    """The components of a type; a domain has the shape of its base type.
 
-    :param name: as Postgres writes it, without a modifier; of a type that users have made, without its schema.
-    :param modifier: in parentheses, such as ``(10,2)``; empty without.
-    :param own: users or an extension have made it.
-    :param labels: of an enum.
-    :param elements: an array's element, a composite's attributes, a range's bounds.
+    :param name: its name as Postgres writes it, without a modifier; a type that users created has no schema in it.
+    :param modifier: its modifier in parentheses, such as ``(10,2)``; empty without.
+    :param own: whether users or an extension created it.
+    :param labels: the labels of an enum.
+    :param elements: an array's element, a composite's attributes, or a range's bounds.
     """
 
     name: str
@@ -34,7 +34,7 @@ class TypeShape:
     def builtin(cls, text: str) -> TypeShape:
         """Return the shape of a type that comes with Postgres.
 
-        :param text: as ``format_type`` writes it.
+        :param text: the type as ``format_type`` writes it.
         """
         if text.endswith("[]"):
             return cls(_MODIFIER.sub("", text), "array", elements=(cls.builtin(text[:-2]),))
@@ -49,5 +49,5 @@ class TypeShape:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The numbers of the modifier of a type that comes with Postgres."""
+        """Return the numbers in the modifier of a type that comes with Postgres."""
         return tuple(int(number) for number in self.modifier[1:-1].split(",") if number)

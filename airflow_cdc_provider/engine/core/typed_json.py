@@ -1,4 +1,4 @@
-"""Reads values of JSON as what they were written from, and says where they are of another shape."""
+"""Reads JSON values back as the types that they were written from, and reports values of another type."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 def as_shape(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Read a dataclass from its fields as JSON values; keys that it does not have, of a later version, are left out.
+    """Read a dataclass from its fields as JSON values; unknown keys, as a later version may write, are ignored.
 
-    :raises ValueError: naming the field whose value is missing or of another type.
+    :raises ValueError: if a field is missing or has another type; names the field.
     """
     hints = _hints(kind)  # type: ignore[arg-type]
     found = {name: as_type(value, hints[name], name) for name, value in values.items() if name in hints}
@@ -29,9 +29,9 @@ def as_shape(kind: type[T], values: Mapping[str, Any]) -> T:
 def as_type(value: Any, hint: Any, place: str) -> Any:
     """Check a JSON value against a type, and read the dataclasses in it.
 
-    :param hint: a plain type, a dataclass, a ``list``, ``tuple`` or ``dict`` of such, a union, or ``Any``.
-    :param place: where the value stands, for messages.
-    :raises ValueError: naming that place, when it is of another type.
+    :param hint: a plain type, a dataclass, a ``list``, ``tuple`` or ``dict`` of these, a union, or ``Any``.
+    :param place: the path of the value, for messages.
+    :raises ValueError: if the value has another type; names ``place``.
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:

@@ -1,4 +1,4 @@
-"""Waiting for what nobody announces."""
+"""Polls a condition until it holds or a timeout expires."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 
 def await_condition(condition: Callable[[], bool], seconds: float, interval: float = 0.1) -> bool:
-    """Look again and again until a condition holds.
+    """Poll a condition until it holds.
 
-    :param seconds: for which to wait at most.
-    :param interval: seconds between two looks.
-    :returns: whether it held in time.
+    :param seconds: the maximum number of seconds to wait.
+    :param interval: seconds between two polls.
+    :returns: whether the condition held in time.
     """
     deadline = time.monotonic() + seconds
     while not condition():

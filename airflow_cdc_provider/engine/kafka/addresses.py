@@ -1,6 +1,6 @@
-"""How a pipeline file names a Kafka cluster: brokers, or a connection of Airflow, and properties of a client.
+"""Reads the address of a Kafka cluster from a pipeline file: brokers or an Airflow connection, and client properties.
 
-Properties have the names that librdkafka gives them, which are Java's but for logins and certificates.
+Properties have the names that librdkafka uses. Except for logins and certificates, Java uses the same names.
 """
 
 from __future__ import annotations
@@ -20,39 +20,40 @@ Properties: TypeAlias = tuple[tuple[str, str], ...]
 _SECRET = re.compile(r"password|passphrase|secret|\.pem$|token|jaas", re.IGNORECASE)
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:/@\[\]]+)(:\d{1,5})?")
 _REGISTRY_LOGINS = frozenset({"basic.auth.user.info", "bearer.auth.token"})
-# Of Kafka's provider of Airflow, for other uses of the connection.
+# Keys that Airflow's Kafka provider puts into a connection for its own purposes.
 _NOT_OURS = ("group.id", "topics")
 
 
 def brokers_of(section: Section, reserved: Sequence[str]) -> tuple[str, Properties]:
-    """Take ``brokers`` or ``conn_id``, and ``properties``, from a section: the addresses, and a client's properties.
+    """Return the brokers (``brokers`` or ``conn_id``) and the client ``properties`` of a section.
 
-    :param reserved: names of properties that the engine sets itself. A connection, which others use too, may have them.
-    :raises ConfigError: naming the key's path and what would be right; values, which may be secrets, are not shown.
+    :param reserved: names of properties that the engine sets itself. They are ignored in a connection, which may be
+        shared with other users.
+    :raises ConfigError: naming the key's path and what would be right; values may be secrets and are not shown.
     """
     found = section.connection("brokers", "Kafka", address_of)
     brokers, connected = found or (section.take("brokers", as_brokers, "", secret=True), ())
     own = dict(section.texts("properties", secret=True))
     if taken := sorted(own.keys() & set(reserved)):
         raise ConfigError(
-            f"{section.path}.properties: {', '.join(taken)} cannot be set, as the engine decides about it",
-            f"Remove it. The brokers' addresses belong into `{section.path}.brokers`, and how long a sink's transaction"
-            " may take into `sink.transaction_timeout`. What has been read and written stands in the sink's commit"
-            " record, not with a group; and only what is committed is read.",
+            f"{section.path}.properties: {', '.join(taken)} cannot be set because the engine sets it",
+            f"Remove it. Put the brokers' addresses into `{section.path}.brokers`, and the duration of a sink's"
+            " transactions into `sink.transaction_timeout`. Offsets are kept in the sink's commit record, not in a"
+            " consumer group, and only committed messages are read.",
         )
     given = {**dict(connected), **own}
     return brokers, tuple((name, value) for name, value in given.items() if name not in reserved)
 
 
 def secrets_of(properties: Properties) -> tuple[str, ...]:
-    """The values of properties that no log may show."""
+    """Return the values of properties that must not appear in logs."""
     return tuple(value for name, value in properties if value and (_SECRET.search(name) or name.endswith("user.info")))
 
 
 def readable_logins(
     role: str, properties: Properties, registry: str | None, registry_properties: Properties
 ) -> list[str]:
-    """Return a sentence for each server to which a login would cross the network unencrypted.
+    """Return a sentence for each server whose login would cross the network unencrypted.
 
     :param role: source or sink.
     """
@@ -64,23 +65,21 @@ def readable_logins(
     if _REGISTRY_LOGINS & dict(registry_properties).keys():
         urls = [url.strip() for url in (registry or "").split(",")]
         servers += [f"the schema registry {url}" for url in urls if url.lower().startswith("http://")]
-    return [f"{role}: the network can read the login for {server}: it is not encrypted." for server in servers]
+    return [f"{role}: the login for {server} is not encrypted and can be read on the network." for server in servers]
 
 
 def as_brokers(value: object) -> str:
-    """Addresses of brokers, with commas."""
+    """Return addresses of brokers, separated by commas."""
     text = as_text(value).replace(" ", "")
     if not all(_ADDRESS.fullmatch(each) for each in text.split(",")):
-        raise ValueError("brokers as host:port, several with commas; user and password belong into `properties`")
+        raise ValueError("brokers as host:port, separated by commas; put user and password into `properties`")
     return text
 
 
 def as_registry(value: object) -> str:
-    """The URL of a schema registry; several with commas."""
+    """Return the URL of a schema registry; several are separated by commas."""
     text = as_text(value)
-    wanted = (
-        "http:// or https:// and a host; user and password belong into `registry_properties`, as basic.auth.user.info"
-    )
+    wanted = "http:// or https:// and a host; put user and password into `registry_properties` as basic.auth.user.info"
     for url in text.split(","):
         try:
             parts = urlsplit(url)
@@ -92,12 +91,12 @@ def as_registry(value: object) -> str:
 
 
 def address_of(connection: str) -> tuple[str, Properties]:
-    """Brokers and properties of an Airflow connection to Kafka, of Kafka's provider or any with a host.
+    """Return brokers and properties of an Airflow connection of type Kafka, or of any type with a host.
 
-    Its extras are properties of the client, ``bootstrap.servers`` among them, as Kafka's provider has it.
+    Its extras are properties of the client, including ``bootstrap.servers``, as in Airflow's Kafka provider.
 
     :param connection: as URI or JSON.
-    :raises ValueError: saying what would be right; nothing of the connection is in it.
+    :raises ValueError: saying what would be right; its text contains nothing of the connection.
     """
     wanted = "a connection with bootstrap.servers in its extra, or with host and port"
     try:
@@ -120,9 +119,9 @@ def address_of(connection: str) -> tuple[str, Properties]:
 
 
 def java_properties(properties: Properties) -> Mapping[str, str]:
-    """A client's properties as Java names them: a login becomes the one line that JAAS reads.
+    """Return a client's properties under Java's names: a login becomes the single line that JAAS reads.
 
-    So do certificates and keys, see :func:`require_for_java`.
+    Certificates and keys are converted too, see :func:`require_for_java`.
     """
     given = dict(properties)
     found = {name: value for name, value in given.items() if name not in _LIBRDKAFKA}
@@ -152,22 +151,24 @@ _CERTIFICATES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "ssl.keystore.location": ("ssl.keystore.location", {"ssl.keystore.type": "PKCS12"}),
     "ssl.keystore.password": ("ssl.keystore.password", {}),
 }
-"""What librdkafka knows as PEM, or PKCS#12 for a keystore, as Java knows it, and what has to be said with it."""
+"""Java's names for certificates and keys, which librdkafka reads as PEM (keystores: PKCS#12), and further properties
+that Java needs with them.
+"""
 _FILES = ("ssl.key.location", "ssl.certificate.location", "ssl.certificate.and.key.location")
 _LIBRDKAFKA = ("sasl.mechanisms", "sasl.username", "sasl.password", "message.max.bytes", *_CERTIFICATES)
 
 
 def require_for_java(properties: Properties) -> None:
-    """Refuse what Java has no name for.
+    """Refuse properties that have no counterpart in Java.
 
-    :raises ConfigError: naming it.
+    :raises ConfigError: naming the property.
     """
     found = next((name for name, _ in properties if name in _FILES), None)
     if found is not None:
         raise ConfigError(
-            f"source.properties: {found} names a file that Java's client of Kafka does not read",
-            "Give key and certificate as texts, by ssl.key.pem and ssl.certificate.pem; or both in one PKCS#12 file, by"
-            " ssl.keystore.location and ssl.keystore.password.",
+            f"source.properties: {found} names a file that Kafka's Java client cannot read",
+            "Give key and certificate as texts in ssl.key.pem and ssl.certificate.pem; or both in one PKCS#12 file in"
+            " ssl.keystore.location with ssl.keystore.password.",
         )
 
 

@@ -1,4 +1,4 @@
-"""Kafka's client, or a sentence that says how to install it."""
+"""Imports Kafka's client, or raises an error that says how to install it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ try:
     from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec, ResourceType
 except ImportError as e:
     raise ConfigError(
-        "Kafka as a source or sink needs the package confluent-kafka, which is not installed",
-        "Install it where the driver and Airflow's workers run: pip install 'airflow-cdc-provider[kafka]'.",
+        "cannot use Kafka because the package confluent-kafka is not installed",
+        "Run `pip install 'airflow-cdc-provider[kafka]'` where the driver and Airflow's workers run.",
     ) from e
 
 __all__ = [

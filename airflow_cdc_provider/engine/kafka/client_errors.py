@@ -1,4 +1,4 @@
-"""What errors of Kafka's client mean."""
+"""Translates errors of Kafka's client into errors of the engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PASSING = (
     KafkaError.UNKNOWN_LEADER_EPOCH,
 )
 OUT_OF_RANGE = (KafkaError.OFFSET_OUT_OF_RANGE, KafkaError._AUTO_OFFSET_RESET)
-# The client tries on when replicas are lacking, so all that is told in the end may be that it took too long.
+# The client keeps retrying when replicas are missing, so in the end it may report only a timeout.
 _NOT_TAKEN = (
     KafkaError._MSG_TIMED_OUT,
     KafkaError.NOT_ENOUGH_REPLICAS,
@@ -37,41 +37,39 @@ _NOT_TAKEN = (
 _TOO_LARGE = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE)
 
 
-def failure_of(error: KafkaError, brokers: str, section: str, what: str) -> CdcError:
-    """Return an error of the client as one of ours.
+def client_failure(error: KafkaError, brokers: str, section: str, what: str) -> CdcError:
+    """Return an error of the client as an error of the engine.
 
-    :param brokers: that were asked.
-    :param section: of the pipeline file that names them, ``source`` or ``sink``.
-    :param what: could not be done, for the message.
+    :param brokers: the brokers that were asked.
+    :param section: the section of the pipeline file that names them, ``source`` or ``sink``.
+    :param what: what failed, for the message.
     """
     code, said = error.code(), f"Kafka at {brokers}: {what}: {error.str()} ({error.name()})"
     if code in UNKNOWN:
-        return StreamFailed(said, "See who has removed the topic; then start again.")
+        return StreamFailed(said, "Find out why the topic was removed; then start again.")
     if code in _FORBIDDEN:
-        page = "the documentation of the Kafka sink" if section == "sink" else "the documentation of topics"
-        return MissingPrivilege(said, f"Grant what {page} lists, see Privileges.")
+        page = "the documentation of the Kafka sink" if section == "sink" else "the documentation of the Kafka source"
+        return MissingPrivilege(said, f"Grant what {page} lists under Privileges.")
     if code in LOGIN:
-        return ConnectionFailed(
-            said, f"Give user and password that the brokers know, by `{section}.properties` or the connection."
-        )
+        return ConnectionFailed(said, f"Give a valid user and password in `{section}.properties` or in the connection.")
     if code in _TOO_LARGE:
         return LimitExceeded(
             said,
-            "Nothing of it was applied. Raise max.message.bytes of the topic (`kafka-configs --alter`, and"
-            " `sink.topic_config` for topics to be made) and message.max.bytes of the client (`sink.properties`),"
-            " or leave the large column out by `columns`.",
+            "Nothing of it was applied. Raise max.message.bytes of the topic (with `kafka-configs --alter`, and in"
+            " `sink.topic_config` for topics to be created) and message.max.bytes of the client (`sink.properties`),"
+            " or leave out the large column with `columns`.",
         )
     if code == KafkaError.INVALID_RECORD:
         return TargetConflict(
-            f"{said}: a compacted topic takes no message without a key, such as a TRUNCATE or the start of a table"
-            " that is read again as a whole",
-            "Set the topic's cleanup.policy to delete by `kafka-configs --alter`, and start again; once that has"
-            " been written, the topic can be compacted again.",
+            f"{said}: a compacted topic rejects messages without a key, such as a TRUNCATE or the start of a re-read"
+            " of a whole table",
+            "Set the topic's cleanup.policy to delete with `kafka-configs --alter`, and start again. Once the message"
+            " has been written, the topic can be compacted again.",
         )
     if code == KafkaError.INVALID_TRANSACTION_TIMEOUT:
         return ConfigError(
-            f"{said}: sink.transaction_timeout is beyond the brokers' transaction.max.timeout.ms",
-            "Shorten it, or raise transaction.max.timeout.ms of the brokers.",
+            f"{said}: sink.transaction_timeout is longer than the brokers' transaction.max.timeout.ms",
+            "Lower `sink.transaction_timeout`, or raise transaction.max.timeout.ms of the brokers.",
         )
     if code in (KafkaError._INVALID_ARG, KafkaError.INVALID_CONFIG, KafkaError.POLICY_VIOLATION):
         return ConfigError(
@@ -83,11 +81,11 @@ def failure_of(error: KafkaError, brokers: str, section: str, what: str) -> CdcE
     if code in (KafkaError.INVALID_REPLICATION_FACTOR, KafkaError.INVALID_PARTITIONS):
         return ConfigError(said, "Correct `sink.replicas` or `sink.partitions`.")
     if code in OUT_OF_RANGE:
-        return StreamFailed(said, "See who has removed messages that were about to be read; then start again.")
+        return StreamFailed(said, "Find out why unread messages were removed; then start again.")
     if code in _NOT_TAKEN:
         return ConnectionFailed(
             said,
-            "See that the brokers run, and that as many replicas of the topic are in sync as its"
-            " min.insync.replicas asks for; then start again.",
+            "Check that the brokers run, and that the topic has as many in-sync replicas as its min.insync.replicas"
+            " requires; then start again.",
         )
-    return ConnectionFailed(said, "See that the brokers run and can be reached from here; then start again.")
+    return ConnectionFailed(said, "Check that the brokers run and can be reached from here; then start again.")

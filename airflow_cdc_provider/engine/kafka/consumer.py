@@ -1,4 +1,4 @@
-"""Messages of a topic, taken from a consumer."""
+"""Takes messages of a topic from a consumer."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Received(NamedTuple):
 
 
 def received(consumer: Consumer, seconds: float) -> tuple[list[Received], dict[int, int]]:
-    """Messages that are there, and the offsets of the ends that have been reached behind them, by partition.
+    """Return available messages, and by partition the end offsets that have been reached after them.
 
-    :param seconds: to wait for the first.
-    :raises KafkaException: when one is an error.
+    :param seconds: seconds to wait for the first message.
+    :raises KafkaException: when a message is an error.
     """
     found, ends = [], {}
     messages = consumer.consume(1, seconds)

@@ -1,4 +1,4 @@
-"""What topics hold between offsets, told so that anybody can count it again: messages, and a sum of their keys."""
+"""Summarizes topics between offsets in a reproducible way: the number of messages, and a checksum of their keys."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from airflow_cdc_provider.engine.kafka.topic import Topic
 
 @dataclass(frozen=True)
 class MessageRange:
-    """The committed messages of a partition from an offset on, up to another one.
+    """The committed messages of a partition between two offsets.
 
-    :param keys: the sum of the CRC-32 of their keys, of which one that is missing has 0. Those of adjoining ranges add
-        up, and so do the numbers of their messages.
+    :param keys: sum of the CRC-32 of the keys, where a missing key counts 0. Both ``keys`` and ``messages`` of
+        adjoining ranges can be added up.
     """
 
     topic: str
@@ -28,18 +28,18 @@ class MessageRange:
     keys: int
 
     def as_dict(self) -> dict[str, Any]:
-        """The range as JSON values."""
+        """Return the range as JSON values."""
         return asdict(self)
 
 
 def ranges_of(
     cluster: Cluster, topic: Topic, starts: Mapping[int, int], ends: Mapping[int, int] | None = None
 ) -> list[MessageRange]:
-    """Read a topic.
+    """Read a topic, and return a range for each partition.
 
-    :param starts: by partition the offset to begin at; one before the first message that is there means that.
-    :param ends: by partition the offset before which to end; the topic's end, or its first open transaction, if
-        nothing is given.
+    :param starts: by partition, the offset to begin at; an offset before the first message means the first message.
+    :param ends: by partition, the offset to stop before. The default is the end of the topic, or its first open
+        transaction.
     """
     firsts = cluster.first(topic.name, list(starts))
     ends = cluster.committed_ends([topic])[topic.name] if ends is None else ends

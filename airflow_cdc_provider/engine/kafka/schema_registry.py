@@ -1,4 +1,4 @@
-"""A schema registry with Confluent's API."""
+"""A client for schema registries with Confluent's API."""
 
 from __future__ import annotations
 
@@ -28,42 +28,42 @@ _CONFLICT, _UNAUTHORIZED = 409, (401, 403)
 class Registry:
     """A schema registry with Confluent's API.
 
-    :param properties: of its client.
+    :param properties: properties of its client.
     """
 
     url: str
     properties: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
     def id_of(self, subject: str, schema: str) -> int:
-        """The number of a schema, which is registered unless it is there.
+        """Return the id of a schema, which is registered if it is missing.
 
-        :raises CannotFollow: when the registry finds it incompatible with those before.
+        :raises CannotFollow: when the registry finds the schema incompatible with earlier ones.
         """
         return _id_of(os.getpid(), self, subject, schema)
 
     def schema(self, number: int) -> Any:
-        """A schema by its number, as fastavro reads with it."""
+        """Return a schema by its id, as parsed by fastavro."""
         return _schema(os.getpid(), self, number)
 
     def check(self) -> None:
-        """See that it answers."""
-        self.ask("its subjects cannot be listed", lambda client: client.get_subjects())
+        """Require that the registry answers."""
+        self.ask("cannot list its subjects", lambda client: client.get_subjects())
 
     def ask(self, what: str, ask: Callable[[SchemaRegistryClient], Any]) -> Any:
-        """Ask it something.
+        """Send a request to the registry.
 
-        :param what: could not be done, for the message.
+        :param what: what failed, for the message.
         """
         try:
             return ask(_client(os.getpid(), self))
         except SchemaRegistryError as e:
             raise self._failure(e, what) from e
         except Exception as e:
-            # Which HTTP library the client uses depends on its version.
+            # The client uses different HTTP libraries, depending on its version.
             if not isinstance(e, OSError) and not type(e).__module__.startswith("httpx"):
                 raise
             raise ConnectionFailed(
-                f"schema registry {self.url}: {what}: {e}", "See that it runs and can be reached from here."
+                f"schema registry {self.url}: {what}: {e}", "Check that it runs and can be reached from here."
             ) from e
 
     def _failure(self, error: SchemaRegistryError, what: str) -> CdcError:
@@ -71,12 +71,12 @@ class Registry:
         if error.http_status_code == _CONFLICT:
             return CannotFollow(
                 said,
-                "Make the change of schema compatible, or set the subject's compatibility so that it may be made; then"
+                "Make the schema change compatible, or relax the compatibility setting of the subject; then"
                 " start again.",
             )
         if error.http_status_code in _UNAUTHORIZED:
-            return MissingPrivilege(said, "Give it a user that may register schemas, see `sink.registry_properties`.")
-        return ConnectionFailed(said, "Look into the registry's log; then start again.")
+            return MissingPrivilege(said, "Set a user that may register schemas in `sink.registry_properties`.")
+        return ConnectionFailed(said, "Check the registry's log; then start again.")
 
 
 @cache
@@ -90,19 +90,20 @@ def _client(pid: int, registry: Registry) -> SchemaRegistryClient:
 @cache
 def _id_of(pid: int, registry: Registry, subject: str, schema: str) -> int:
     found = registry.ask(
-        f"the schema of {subject} is not taken", lambda client: client.register_schema(subject, Schema(schema, "AVRO"))
+        f"cannot register the schema of {subject}",
+        lambda client: client.register_schema(subject, Schema(schema, "AVRO")),
     )
     return int(found)
 
 
 @cache
 def _schema(pid: int, registry: Registry, number: int) -> Any:
-    found = registry.ask(f"schema {number} cannot be had", lambda client: client.get_schema(number))
+    found = registry.ask(f"cannot get schema {number}", lambda client: client.get_schema(number))
     return fastavro.parse_schema(without_logical_types(json.loads(found.schema_str)))
 
 
 def without_logical_types(schema: Any) -> Any:
-    """An Avro schema without logical types, for values as they stand in the bytes."""
+    """Return an Avro schema without logical types, for values as they are encoded."""
     if isinstance(schema, list):
         return [without_logical_types(each) for each in schema]
     if isinstance(schema, dict):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Topic:
-    """A topic that is there.
+    """A topic that exists.
 
-    :param id: one that no topic of this name had before.
+    :param id: an id that no earlier topic of this name had.
     """
 
     name: str
@@ -18,5 +18,5 @@ class Topic:
 
     @property
     def beginning(self) -> dict[int, int]:
-        """Offsets before all messages, by partition."""
+        """Return offsets before all messages, by partition."""
         return dict.fromkeys(range(self.partitions), 0)

@@ -1,1 +1,1 @@
-"""The pipeline file, and which kinds of sources and sinks there are."""
+"""The pipeline file, and the registered kinds of sources and sinks."""

@@ -1,11 +1,11 @@
-"""What a kind of sources or of sinks registers: the section of the pipeline file, and what works by it."""
+"""The interfaces that a kind of source or sink registers: its section of the pipeline file, and its plugin."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, runtime_checkable
 
-if TYPE_CHECKING:  # where Dags are parsed nothing is loaded that they do not need
+if TYPE_CHECKING:  # where Dags are parsed, modules that they do not need are not loaded
     from airflow_cdc_provider.engine.core.findings import Checks
     from airflow_cdc_provider.engine.core.record import Mode, Target
     from airflow_cdc_provider.engine.core.section import Section
@@ -15,118 +15,118 @@ if TYPE_CHECKING:  # where Dags are parsed nothing is loaded that they do not ne
 
 
 class SourceSettings(Protocol):
-    """The ``source`` section of a pipeline file: a frozen dataclass, and data, as :class:`SinkSettings`."""
+    """The ``source`` section of a pipeline file: a frozen dataclass of plain data, like :class:`SinkSettings`."""
 
     @property
     def type(self) -> str:
-        """Name under which the source is registered."""
+        """Return the name under which the source is registered."""
 
     @property
     def captured(self) -> tuple[str, ...]:
-        """What is read, as the file names it."""
+        """Return the tables or topics that are read, as the file names them."""
 
     @property
     def columns_key(self) -> str:
-        """Path of the key that decides which columns the tables have, for messages."""
+        """Return the path of the key that determines the columns of the tables, for messages."""
 
     @property
     def database(self) -> str | None:
-        """Name of the database that is read; ``None`` where the source has no such name."""
+        """Return the name of the database that is read, or ``None`` if the source has none."""
 
     @property
     def secrets(self) -> Sequence[str]:
-        """Texts that no log may show."""
+        """Return texts that no log may show."""
 
     @property
     def spark_conf(self) -> Mapping[str, str]:
-        """What the source needs of Spark's configuration; empty where it does not work in Spark's JVM."""
+        """Return the Spark configuration that the source needs; empty if it does not work in Spark's JVM."""
 
     @classmethod
     def parse(cls, section: Section, pipeline: str) -> Self:
-        """Take the source's keys, but for ``type``; those that are left are refused by the caller.
+        """Take the source's keys except ``type``; the caller refuses the remaining ones.
 
-        :param pipeline: its name, of which names at the source are made.
-        :raises ConfigError: naming the key's path, the value and what would be right.
+        :param pipeline: the pipeline's name, from which names at the source are derived.
+        :raises ConfigError: if a key is missing or invalid; names the key's path and valid values.
         """
 
     def datasets(self, identity: Mapping[str, Any], table: Table) -> list[tuple[str, str]]:
-        """Namespaces and names, in OpenLineage's terms, of what the rows of a table come from.
+        """Return the namespaces and names, in OpenLineage's terms, of the datasets that a table's rows come from.
 
-        :param identity: what the commit record says of the source.
+        :param identity: the ``identity`` of the commit record.
         """
 
 
 class SourceKind(Protocol):
-    """A kind of sources: made once, without arguments, by the name in ``source.type``.
+    """A kind of source, created once without arguments for its name in ``source.type``.
 
-    What works by it is :class:`.SourcePlugin`.
+    Its complete interface is :class:`.SourcePlugin`.
     """
 
     @property
     def settings(self) -> type[SourceSettings]:
-        """The class of the section."""
+        """Return the class of the section."""
 
 
 class SinkSettings(Protocol):
-    """The ``sink`` section of a pipeline file: a frozen dataclass. It is data: a :class:`SinkPlugin` works by it.
+    """The ``sink`` section of a pipeline file: a frozen dataclass of plain data; its behavior is a :class:`SinkPlugin`.
 
-    It can be hashed, and its ``repr`` leaves secrets out. What is left of it in a file that is not resolved, as where
-    Dags are parsed, may hold variables as they are written.
+    It is hashable, and its ``repr`` omits secrets. If the file is not resolved, as where Dags are parsed, its values
+    may contain variables as they are written in the file.
     """
 
     @property
     def type(self) -> str:
-        """Name under which the sink is registered."""
+        """Return the name under which the sink is registered."""
 
     @property
     def mode(self) -> Mode:
-        """Whether tables are kept equal or changes appended."""
+        """Return the mode, which is either to keep tables equal or to append changes."""
 
     @property
     def schema(self) -> str:
-        """Name of the target schema, in which ``{schema}`` stands for the source's."""
+        """Return the name of the target schema, in which ``{schema}`` is replaced by the source's schema."""
 
     @classmethod
     def parse(cls, section: Section) -> Self:
-        """Take the sink's keys, but for ``type``, which has been taken; those that are left are refused by the caller.
+        """Take the sink's keys except ``type``, which has been taken; the caller refuses the remaining ones.
 
-        :raises ConfigError: naming the key's path, the value and what would be right.
+        :raises ConfigError: if a key is missing or invalid; names the key's path and valid values.
         """
 
     @property
     def place(self) -> str:
-        """Where the store is, without user or password, for messages."""
+        """Return the address of the store without user or password, for messages."""
 
     @property
     def secrets(self) -> Sequence[str]:
-        """Texts that no log may show."""
+        """Return texts that no log may show."""
 
     @property
     def spark_conf(self) -> Mapping[str, str]:
-        """What the sink needs of Spark's configuration; the pipeline file's own settings win."""
+        """Return the Spark configuration that the sink needs; settings of the pipeline file take precedence."""
 
     def dataset(self, pipeline: str, schema: str, name: str) -> tuple[str, str]:
-        """Namespace and name of a target in OpenLineage's terms."""
+        """Return namespace and name of a target in OpenLineage's terms."""
 
 
 S_contra = TypeVar("S_contra", contravariant=True)
 
 
 class SinkPlugin(Protocol[S_contra]):
-    """A kind of sinks: made once, without arguments, by the name in ``sink.type``.
+    """A kind of sink, created once without arguments for its name in ``sink.type``.
 
-    Importing its module imports neither driver nor store, as that is done where Dags are parsed.
+    Its module must not import a driver or a store, because it is also imported where Dags are parsed.
     """
 
     @property
     def settings(self) -> type[SinkSettings]:
-        """The class of the section."""
+        """Return the class of the section."""
 
     def open(self, settings: S_contra, pipeline: str, part: str = "") -> Sink:
-        """Return the place of a pipeline in the store; nothing is connected yet.
+        """Return the sink of a pipeline without connecting to the store.
 
-        :param pipeline: its name.
-        :param part: of the run, where it has parts: sessions carry its name.
+        :param pipeline: the pipeline's name.
+        :param part: the part of the run, if it has parts; sessions carry its name.
         """
 
     def check(
@@ -137,42 +137,42 @@ class SinkPlugin(Protocol[S_contra]):
         targets: Sequence[Target] | None,
         source: SourceIdentity | None,
     ) -> None:
-        """Check store, privileges and targets, changing nothing; one :meth:`.Checks.run` for each.
+        """Check store, privileges and targets without changing anything; one :meth:`.Checks.run` for each check.
 
-        :param pipeline: its name.
-        :param targets: what the tables will be written to; ``None`` when the tables are not known.
-        :param source: what is read; ``None`` when it cannot be asked.
+        :param pipeline: the pipeline's name.
+        :param targets: the targets of the tables; ``None`` if the tables are not known.
+        :param source: the identity of the source; ``None`` if it cannot be reached.
         """
 
 
 @runtime_checkable
-class Maintained(Protocol[S_contra]):
-    """A kind of sinks whose store has to be tidied now and then, since units leave many small files in it."""
+class MaintainedSink(Protocol[S_contra]):
+    """A kind of sink whose store needs regular maintenance, because units leave many small files in it."""
 
     def maintain(self, settings: S_contra, pipeline: str, retention: float | None) -> Sequence[Mapping[str, Any]]:
-        """Join small files, and remove what no reader needs any more; the pipeline's jobs may go on meanwhile.
+        """Merge small files, and remove files that no reader needs any more; the pipeline's jobs may keep running.
 
-        :param pipeline: its name.
-        :param retention: seconds that files stay after others have taken their place; the store's own by default.
-        :returns: what was done, as JSON values.
-        :raises GateClosed: when the pipeline has no commit record.
+        :param pipeline: the pipeline's name.
+        :param retention: seconds that replaced files are kept; the store's own setting by default.
+        :returns: the actions taken, as JSON values.
+        :raises GateClosed: if the pipeline has no commit record.
         """
 
 
 @runtime_checkable
 class SparkBound(Protocol):
-    """Settings of a sink whose tables only Spark reads and writes, so that any command may have to start one."""
+    """Settings of a sink whose tables only Spark reads and writes, so that any command may have to start Spark."""
 
     def with_spark(self, conf: Mapping[str, str]) -> SinkSettings:
-        """Return the settings with what a Spark has to be started with.
+        """Return the settings with the configuration that Spark must be started with.
 
-        :param conf: master and configuration, of the file and of all its sinks.
+        :param conf: master and configuration of the file and of all its sinks.
         """
 
 
 @runtime_checkable
 class Naming(Protocol):
-    """Settings of a sink whose rows say which database they come from."""
+    """Settings of a sink whose rows name the database that they come from."""
 
     def with_database(self, name: str) -> SinkSettings:
-        """Return the settings with the name of the source's database, unless they have another one for it."""
+        """Return the settings with the name of the source's database, unless they already have a name for it."""

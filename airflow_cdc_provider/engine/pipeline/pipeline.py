@@ -1,8 +1,7 @@
-"""The pipeline file: frozen dataclasses to and from YAML.
+"""The pipeline file: reads YAML into frozen dataclasses.
 
-Everything a pipeline does is said in one file. It is read and checked as a whole
-before anything is touched: an unknown key, a wrong type or an impossible
-combination is refused with the key's path, the value and what would be right.
+One file describes a pipeline completely. It is read and checked as a whole before anything is changed: an unknown key,
+a wrong type or an impossible combination is refused with the key's path and a description of valid values.
 """
 
 from __future__ import annotations
@@ -58,10 +57,10 @@ _LISTS = ("spark.jars", "spark.jars.packages", "spark.sql.extensions")
 class Pipeline:
     """A whole pipeline file.
 
-    :param name: names slot, publication and state by default; at most 40 of ``a-z 0-9 _``.
-    :param source: where data comes from.
-    :param sinks: at least one; each gets all that is captured.
-    :param state: URL of the state directory, reachable by the driver and by Airflow.
+    :param name: the name, also of slot, publication and state by default; at most 40 of ``a-z 0-9 _``.
+    :param source: the source of the data.
+    :param sinks: at least one; each receives all captured data.
+    :param state: URL of the state directory, which the driver and Airflow must be able to reach.
     """
 
     name: str
@@ -76,27 +75,27 @@ class Pipeline:
 
     @property
     def transform(self) -> RowTransform:
-        """What is done to rows on their way to the sinks; no key of a file asks for anything yet."""
-        from airflow_cdc_provider.engine.changes.row_transform import Identity  # late: it takes pyarrow
+        """Return the transformation of rows on their way to the sinks; no key of the file sets one yet."""
+        from airflow_cdc_provider.engine.changes.row_transform import Identity  # late: it imports pyarrow
 
         return Identity()
 
     @property
     def sink(self) -> SinkSettings:
-        """The sink of a pipeline that has one."""
+        """Return the sink of a pipeline that has exactly one."""
         (sink,) = self.sinks
         return sink
 
     @property
     def branches(self) -> tuple[Pipeline, ...]:
-        """For each sink, the pipeline as if it had no other."""
+        """Return for each sink the pipeline with that sink alone."""
         return tuple(replace(self, sinks=(sink,)) for sink in self.sinks)
 
     @property
     def spark_conf(self) -> dict[str, str]:
-        """Spark's configuration: what source and sinks need, and over it the file's own.
+        """Return Spark's configuration: that of source and sinks, overridden by that of the file.
 
-        Lists of all are joined, unless the file's is empty.
+        Lists of all of them are joined, unless the file's list is empty.
         """
         found: dict[str, str] = {}
         for conf in (self.source.spark_conf, *(sink.spark_conf for sink in self.sinks), self.spark.conf):
@@ -106,11 +105,11 @@ class Pipeline:
         return found
 
     def spark_conf_on(self, master: str) -> dict[str, str]:
-        """:attr:`spark_conf`, and beneath it what pays on a master.
+        """Return :attr:`spark_conf` with defaults that are beneficial on a master.
 
-        Where neither source nor sinks work in the JVM, that of ``local[…]`` only plans small queries and starts their
-        tasks. Its second, optimising compiler then takes more processor time than it ever saves. What
-        ``spark.driver.extraJavaOptions`` says, stands behind these options and wins.
+        If neither source nor sinks work in the JVM, the JVM of ``local[…]`` only plans small queries and starts their
+        tasks. Its second, optimizing compiler then costs more processor time than it saves. The options of
+        ``spark.driver.extraJavaOptions`` come after these options and take precedence.
         """
         if not runs_locally(master) or self.source.spark_conf or any(sink.spark_conf for sink in self.sinks):
             return self.spark_conf
@@ -118,7 +117,7 @@ class Pipeline:
 
     @property
     def spark_start(self) -> SparkStart:
-        """What a Spark session of the pipeline is started with, on the master that the file names."""
+        """Return the start parameters of the pipeline's Spark session, on the master that the file names."""
         return SparkStart(self.name, self.spark.master, self.spark_conf_on(self.spark.master))
 
     @classmethod
@@ -126,16 +125,16 @@ class Pipeline:
         """Read and check a pipeline file.
 
         :param path: a YAML file.
-        :param environment: where ``${NAME}`` and ``AIRFLOW_CONN_<CONN_ID>`` are looked up.
-        :raises ConfigError: naming the key's path, the value and what would be right.
+        :param environment: the environment in which ``${NAME}`` and ``AIRFLOW_CONN_<CONN_ID>`` are looked up.
+        :raises ConfigError: if the file is invalid; names the key's path and valid values.
         """
         return cls.parse(_read_document(path), environment)
 
     @classmethod
     def outline(cls, path: str | os.PathLike[str]) -> Pipeline:
-        """Read and check a pipeline file where its connections are unknown, as where Dags are parsed.
+        """Read and check a pipeline file without resolving its connections, as where Dags are parsed.
 
-        DSNs are empty, and values that name variables which are not set stay as they are written.
+        DSNs are empty, and values that name unset variables remain as they are written.
 
         :raises ConfigError: as :meth:`load`.
         """
@@ -143,7 +142,7 @@ class Pipeline:
 
     @classmethod
     def parse(cls, document: object, environment: Mapping[str, str] = os.environ, *, resolve: bool = True) -> Pipeline:
-        """Check a parsed pipeline document; see :meth:`load`, and without ``resolve`` :meth:`outline`."""
+        """Check a parsed pipeline document, as :meth:`load` does, or without ``resolve`` as :meth:`outline` does."""
         root = Section("", document, environment, resolve)
         name = root.take_literally("pipeline", _name)
         source, sinks = root.section("source"), root.sections("sink")
@@ -195,22 +194,22 @@ def _read_document(path: str | os.PathLike[str]) -> object:
         ) from e
     except UnicodeDecodeError as e:
         raise ConfigError(f"the pipeline file {os.fspath(path)} is not UTF-8", "Save it as UTF-8.") from e
-    except yaml.YAMLError as e:  # whose text quotes the file, passwords and all
+    except yaml.YAMLError as e:  # the text of the error quotes the file, passwords included
         mark = getattr(e, "problem_mark", None)
         place = f" at line {mark.line + 1}" if mark else ""
         raise ConfigError(
             f"the pipeline file {os.fspath(path)} is not YAML{place}: {_yaml_problem(e)}",
-            "Mend the file at that place.",
+            "Correct the file at that place.",
         ) from None
-    except Exception:  # a date that there is not, or what a tag makes of its value
+    except Exception:  # a date that does not exist, or a tag that does not accept its value
         raise ConfigError(
-            f"the pipeline file {os.fspath(path)} has a value that is not what it looks like, as 2024-02-30 is no date",
+            f"the pipeline file {os.fspath(path)} has an invalid value, such as a date that does not exist",
             "Put values that are texts into quotes.",
         ) from None
 
 
 def _yaml_problem(error: yaml.YAMLError) -> str:
-    """What is wrong, if that names no more of the file than a character: aliases and tags may be passwords."""
+    """Return the problem, if it quotes at most a character of the file; aliases and tags may be passwords."""
     problem = getattr(error, "problem", None) or "unreadable"
     named = re.search(r"(['\"])[^<'\"\s]{2,}\1", problem)
     return "a tag, an anchor or an alias that is not known" if named else problem
@@ -218,7 +217,7 @@ def _yaml_problem(error: yaml.YAMLError) -> str:
 
 def _source(section: Section, name: str) -> SourceSettings:
     kind = section.take("type", as_type("source"), "postgres")
-    # A variable that is not known where Dags are parsed may stand for any of them.
+    # If the type is a variable that is not set where Dags are parsed, it may be any kind.
     return source_kind(kind if is_type("source", kind) else "postgres").settings.parse(section, name)
 
 

@@ -1,8 +1,9 @@
-"""Kinds of sources and of sinks by their names: ours, and those of other packages.
+"""The kinds of sources and sinks by name: built-in ones, and those of other packages.
 
-A package registers a kind by an entry point, whose name is the ``type`` in a pipeline file and whose object is the
-plugin: of the group ``airflow_cdc_provider.sources`` a :class:`.SourcePlugin`, of ``airflow_cdc_provider.sinks`` a
-:class:`.SinkPlugin`. Ours are not entry points: where Spark is sent only the engine, nothing is installed.
+A package registers a kind with an entry point. Its name is the ``type`` in a pipeline file, and its object is the
+plugin: a :class:`.SourcePlugin` in the group ``airflow_cdc_provider.sources``, or a :class:`.SinkPlugin` in
+``airflow_cdc_provider.sinks``. The built-in kinds are not entry points, because Spark receives only the engine's code,
+without an installed package.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.section_values import one_of
 from airflow_cdc_provider.engine.pipeline.kinds import SinkPlugin, SinkSettings, SourceKind
 
-Side = Literal["source", "sink"]
+PipelineEnd = Literal["source", "sink"]
 
-_OURS: Mapping[Side, Mapping[str, str]] = {
+_OURS: Mapping[PipelineEnd, Mapping[str, str]] = {
     "source": {"postgres": "PostgresSourcePlugin", "kafka": "KafkaSourcePlugin"},
     "sink": {
         "postgres": "PostgresPlugin",
@@ -31,13 +32,13 @@ _OURS: Mapping[Side, Mapping[str, str]] = {
 }
 
 
-def types(side: Side) -> tuple[str, ...]:
-    """Names of all kinds, ours first."""
+def types(side: PipelineEnd) -> tuple[str, ...]:
+    """Return the names of all kinds, built-in ones first."""
     return (*_OURS[side], *sorted(_others(side).keys() - _OURS[side].keys()))
 
 
-def as_type(side: Side) -> Callable[[object], str]:
-    """Return what checks the ``type`` of a section; packages are searched only for a name that is none of ours."""
+def as_type(side: PipelineEnd) -> Callable[[object], str]:
+    """Return the check for the ``type`` of a section; it searches packages only for a name that is not built in."""
 
     def check(value: object) -> str:
         return value if isinstance(value, str) and value in _OURS[side] else one_of(*types(side))(value)
@@ -45,21 +46,21 @@ def as_type(side: Side) -> Callable[[object], str]:
     return check
 
 
-def is_type(side: Side, name: str) -> bool:
-    """Whether there is a kind of that name."""
+def is_type(side: PipelineEnd, name: str) -> bool:
+    """Return whether a kind of that name exists."""
     return name in _OURS[side] or name in _others(side)
 
 
 def source_kind(name: str) -> SourceKind:
-    """The plugin of a kind of sources.
+    """Return the plugin of a kind of source.
 
-    :raises ConfigError: when there is none of that name, or its package cannot be imported.
+    :raises ConfigError: if no kind has that name, or if its package cannot be imported.
     """
     return cast(SourceKind, _plugin("source", name))
 
 
 def sink_plugin(name: str) -> SinkPlugin[SinkSettings]:
-    """The plugin of a kind of sinks.
+    """Return the plugin of a kind of sink.
 
     :raises ConfigError: as :func:`source_kind`.
     """
@@ -67,7 +68,7 @@ def sink_plugin(name: str) -> SinkPlugin[SinkSettings]:
 
 
 @cache
-def _plugin(side: Side, name: str) -> Any:
+def _plugin(side: PipelineEnd, name: str) -> Any:
     if name in _OURS[side]:
         module = importlib.import_module(f"airflow_cdc_provider.engine.{side}s.{name}.plugin")
         return getattr(module, _OURS[side][name])()
@@ -79,16 +80,16 @@ def _plugin(side: Side, name: str) -> Any:
     except (ImportError, AttributeError) as e:
         raise ConfigError(
             f"{side}.type: {name!r} is registered as {found.value}, which cannot be loaded: {e}",
-            f"Install the package that brings this {side} anew, with all it needs.",
+            f"Reinstall the package of this {side} with all its dependencies.",
         ) from e
     if not hasattr(plugin, "settings"):
         raise ConfigError(
-            f"{side}.type: {name!r} is registered as {found.value}, which is no plugin: it has no `settings`",
-            f"Install a version of the package that brings this {side} which registers a plugin: the class of the"
-            " settings, which was registered before, is an attribute of it.",
+            f"{side}.type: {name!r} is registered as {found.value}, which is not a plugin: it has no `settings`",
+            f"Install a version of this {side}'s package that registers a plugin. Older versions registered the class"
+            " of the settings, which is an attribute of the plugin.",
         )
     return plugin()
 
 
-def _others(side: Side) -> dict[str, EntryPoint]:
+def _others(side: PipelineEnd) -> dict[str, EntryPoint]:
     return {each.name: each for each in entry_points(group=f"airflow_cdc_provider.{side}s")}

@@ -1,4 +1,4 @@
-"""When a job that broke is begun again: Flink's restart strategies, decided from the failures so far."""
+"""Decides whether and when a failed job is restarted: Flink's restart strategies, based on the failures so far."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Strategy: TypeAlias = Literal["fixed-delay", "failure-rate", "none"]
 class Failure:
     """A failure of a job.
 
-    :param at: when, in seconds on any clock.
-    :param progressed: whether anything has been committed since the failure before.
+    :param at: time of the failure, in seconds on any clock.
+    :param progressed: whether anything has been committed since the previous failure.
     """
 
     at: float
@@ -25,9 +25,9 @@ class Failure:
 class Attempt:
     """The attempt that follows a failure.
 
-    :param number: of the failures that count, the one at hand included; from 1.
-    :param of: how many failures are borne.
-    :param delay: seconds to wait before.
+    :param number: number of the failures that count, this one included; from 1.
+    :param of: number of failures that are tolerated.
+    :param delay: seconds to wait before the attempt.
     """
 
     number: int
@@ -37,11 +37,11 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Restart:
-    """A restart strategy; which fields matter depends on ``strategy``.
+    """A restart strategy; ``strategy`` determines which fields matter.
 
-    :param attempts: ``fixed-delay``: failures that are borne without anything committed in between, since a stream of
-        months would use up any other number.
-    :param failures: ``failure-rate``: failures that are borne within ``interval``.
+    :param attempts: ``fixed-delay``: number of successive failures without a commit in between that are tolerated. A
+        stream that runs for months would use up a limit on all its failures.
+    :param failures: ``failure-rate``: number of failures that are tolerated within ``interval``.
     :param interval: ``failure-rate``: seconds.
     :param delay: seconds between a failure and the next attempt.
     """
@@ -53,10 +53,10 @@ class Restart:
     delay: float = 5.0
 
     def after(self, failures: Sequence[Failure]) -> Attempt | None:
-        """Decide what follows the last of some failures.
+        """Decide on the attempt after the last of some failures.
 
-        :param failures: in order; at least one.
-        :returns: the next attempt; ``None`` when there is to be none.
+        :param failures: the failures in order; at least one.
+        :returns: the next attempt; ``None`` to give up.
         """
         if self.strategy == "none":
             return None
@@ -70,6 +70,6 @@ class Restart:
 
 
 def _in_a_row(failures: Sequence[Failure]) -> int:
-    """How many failures there are since the last progress; the first after it is one."""
+    """Return the number of failures since the last progress; the first failure after it counts."""
     last = max((place for place, failure in enumerate(failures) if failure.progressed), default=0)
     return len(failures) - last

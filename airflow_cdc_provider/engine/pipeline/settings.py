@@ -1,4 +1,4 @@
-"""Sections of a pipeline file that belong to no kind of source or sink."""
+"""The sections of a pipeline file that do not depend on the kind of source or sink."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from airflow_cdc_provider.engine.pipeline.restart_strategy import Restart, Strat
 
 @dataclass(frozen=True)
 class SnapshotSettings:
-    """How the initial copy is made: ``chunk_rows`` rows a chunk, ``parallelism`` chunks at a time."""
+    """The settings of the initial copy: chunks of ``chunk_rows`` rows, ``parallelism`` of them copied at a time."""
 
     mode: Literal["initial", "never", "only"] = "initial"
     chunk_rows: int = 500_000
@@ -31,10 +31,11 @@ class SnapshotSettings:
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """How the log is followed; ``trigger`` and ``heartbeat`` in seconds, sizes in bytes.
+    """The settings of the stream; ``trigger`` and ``heartbeat`` in seconds, sizes in bytes.
 
-    :param restart: when a job that broke, of stream or snapshot, is begun again.
-    :param max_retained_wal: the log that the source may keep for the slot before ``on_max_retained_wal`` is done.
+    :param restart: the strategy for restarting a failed job, of stream or snapshot.
+    :param max_retained_wal: bytes of log that the source may retain for the slot before the action
+        ``on_max_retained_wal`` is taken.
     """
 
     trigger: float = 2.0
@@ -47,20 +48,20 @@ class StreamSettings:
 
 @dataclass(frozen=True)
 class MetricsSettings:
-    """Where jobs show their metrics; ``prometheus`` is the host and port at which Prometheus finds them, if at all."""
+    """The settings of metrics; ``prometheus`` is the host and port of the endpoint for Prometheus, if there is one."""
 
     prometheus: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True)
 class MessageSettings:
-    """What messages show: ``values`` of rows, and bounds of keys, or none."""
+    """The settings of messages; ``values`` is whether they show values of rows and bounds of keys."""
 
     values: bool = True
 
 
 def as_restart(section: Section) -> Restart:
-    """A restart strategy with the keys that belong to it."""
+    """Parse a restart strategy with the keys that belong to it."""
     default = Restart()
     checks: dict[str, dict[str, Callable[[object], Any]]] = {
         "fixed-delay": {"attempts": as_positive_integer, "delay": as_seconds},
@@ -68,7 +69,7 @@ def as_restart(section: Section) -> Restart:
         "none": {},
     }
     strategy = section.take("strategy", one_of(*checks), default.strategy)
-    if strategy not in checks:  # a variable that is unknown here; it decides about the other keys
+    if strategy not in checks:  # a variable that is not set here; the other keys depend on it
         return default
     given = {name: section.take(name, check, getattr(default, name)) for name, check in checks[strategy].items()}
     section.finish()

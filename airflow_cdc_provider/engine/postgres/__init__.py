@@ -1,1 +1,1 @@
-"""A Postgres server: connections, errors, locks, privileges, slots, and how it writes values as text."""
+"""A Postgres server: connections, errors, locks, privileges, slots, and its text format of values."""

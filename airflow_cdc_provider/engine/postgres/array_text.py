@@ -13,9 +13,9 @@ _ELEMENT = re.compile(r'"((?:[^"\\]|\\.)*)"|([^,{}]+)', re.DOTALL)
 
 
 def array_texts(columns: Sequence[pa.Array]) -> pa.Array:
-    """Row by row the text of the array of all columns' values.
+    """Return for each row the text of the array of the values of all columns.
 
-    :param columns: of strings or of large ones, at least one.
+    :param columns: arrays of strings or of large strings, at least one.
     """
     start, between, end, nothing = (pa.scalar(text, columns[0].type) for text in ("{", ",", "}", ""))
     elements = pc.binary_join_element_wise(*map(_elements, columns), between)
@@ -30,11 +30,11 @@ def _elements(column: pa.Array) -> pa.Array:
 
 
 def array_text(values: pa.ChunkedArray) -> bytes:
-    """The text of the array of a column's values; bytes, as what a server has sent need not be UTF-8."""
+    """Return the text of the array of a column's values, as bytes because data from a server need not be UTF-8."""
     texts = values.cast(pa.large_string()).cast(pa.large_binary()).to_pylist()
     if None not in texts:
         quoted = b'","'.join(texts)
-        # Nothing but the quotes between them: so it is with nearly all columns, and ten times as fast.
+        # There are no quotes but those between the values. This is true of nearly all columns, and ten times as fast.
         if texts and b"\\" not in quoted and quoted.count(b'"') == 2 * (len(texts) - 1):
             return b'{"' + quoted + b'"}'
     return b"{" + b",".join(b"NULL" if text is None else _quoted(text) for text in texts) + b"}"
@@ -45,7 +45,7 @@ def _quoted(text: bytes) -> bytes:
 
 
 def array_elements(text: str) -> tuple[str, ...]:
-    """The elements of an array's text, none of which is NULL."""
+    """Return the elements of an array's text; the array must have no NULL."""
     return tuple(
         re.sub(r"\\(.)", r"\1", match[1], flags=re.DOTALL) if match[2] is None else match[2]
         for match in _ELEMENT.finditer(text)

@@ -1,4 +1,4 @@
-"""The text of a column's values, as Postgres writes it."""
+"""SQL for the text of a column's values, as Postgres writes it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from psycopg2 import sql
 
 from airflow_cdc_provider.engine.core.table import Column
 
-# bool, "char", name, xml, cidr, inet, bpchar: built-in types whose cast to text is not their output function.
+# bool, "char", name, xml, cidr, inet, bpchar: built-in types whose cast to text differs from their output function.
 _CAST_DIFFERS = frozenset({16, 18, 19, 142, 650, 869, 1042})
-# Types whose bare name means a length of one.
+# Types whose name without a length means a length of one.
 UNMODIFIED = {"character": "bpchar", "bit": '"bit"'}
 
 
 def text_of(column: Column, qualifier: str | None = None) -> sql.Composable:
-    """A column as text exactly as its type's output function writes it, which is what pgoutput sends.
+    """Return an expression for a column's text, exactly as the type's output function writes it and pgoutput sends it.
 
-    A cast to text is the output function only where no cast function says otherwise: ``true`` for ``t``, blanks
-    cut from ``character(n)``, ``/32`` added to an ``inet``. ``concat`` always calls the output function.
+    A cast to text calls the output function only if the type has no cast function. Cast functions write
+    ``true`` for ``t``, cut blanks from ``character(n)``, and add ``/32`` to an ``inet``. ``concat`` always calls the
+    output function.
     """
     name = sql.Identifier(column.name) if qualifier is None else sql.Identifier(qualifier, column.name)
     if column.builtin and column.type_oid not in _CAST_DIFFERS:

@@ -1,7 +1,7 @@
 """Connections to Postgres servers, for control queries and COPY.
 
-Every session has the settings of :mod:`.session_settings`, or is refused; so have
-the replication connection and that of ADBC.
+A session that does not get the settings of :mod:`.session_settings` is refused. The same is true of the replication
+connection and of ADBC's connection.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from airflow_cdc_provider.engine.core.errors import (
 )
 from airflow_cdc_provider.engine.postgres.dead_connections import watch
 from airflow_cdc_provider.engine.postgres.lock_holders import CONTROL_LOCK_SECONDS, naming_holders
-from airflow_cdc_provider.engine.postgres.session_settings import SESSION, options, require_settled, settle
-from airflow_cdc_provider.engine.postgres.sql_condition import find_trouble
+from airflow_cdc_provider.engine.postgres.session_settings import SESSION, options, require_settled, settings_statement
+from airflow_cdc_provider.engine.postgres.sql_condition import find_syntax_problem
 
 Connection: TypeAlias = psycopg2.extensions.connection
 
 CONNECT_TIMEOUT = 10
 
-# Dead within 30 seconds when all is quiet: a peer that does not acknowledge the kernel's probes. Unanswered data is for
-# the watch: a timeout of TCP's own (tcp_user_timeout) takes a peer that only does not read for one that is gone.
+# An idle connection whose peer does not acknowledge the kernel's probes is declared dead within 30 seconds. Unanswered
+# data is handled by the watch of dead_connections, not by tcp_user_timeout, which would also end a connection whose
+# peer is alive and only does not read.
 _TRANSPORT = {
     "connect_timeout": str(CONNECT_TIMEOUT),
     "keepalives": "1",
@@ -47,38 +48,38 @@ _TRANSPORT = {
 def session_dsn(dsn: str, application: str, settings: Mapping[str, str] | None = None) -> str:
     """Return ``dsn`` with the session settings, the timeouts of a connection, and an application name.
 
-    :param dsn: a libpq URI; options it already carries win over ours where they are not settings.
-    :param application: shown in ``pg_stat_activity``.
+    :param dsn: a libpq URI; parameters in it take precedence over those that this function adds, except for settings.
+    :param application: the name that ``pg_stat_activity`` shows.
     :param settings: further server settings of the session.
     """
     parts = urlsplit(dsn)
-    query = dict(parse_qsl(parts.query.replace("+", "%2B")))  # a plus is itself to libpq
+    query = dict(parse_qsl(parts.query.replace("+", "%2B")))  # libpq takes a plus literally
     ours = options(SESSION | dict(settings or {}))
     query["options"] = f"{query['options']} {ours}" if "options" in query else ours
-    # Stated in the packet of the start, where PGCLIENTENCODING would otherwise stand and override the options.
+    # Put into the startup packet, where PGCLIENTENCODING would otherwise be and override the options.
     encoding = {"client_encoding": SESSION["client_encoding"]}
     query = _TRANSPORT | {"application_name": application} | query | encoding
     return urlunsplit(parts._replace(query=urlencode(query, quote_via=quote)))
 
 
 def named(dsn: str, application: str) -> str:
-    """``dsn`` with an application name in place of its own, if it has one: for sessions that must be found again."""
+    """Return ``dsn`` with its application name replaced, for sessions that must be found again by that name."""
     parts = urlsplit(dsn)
     query = dict(parse_qsl(parts.query.replace("+", "%2B"))) | {"application_name": application}
     return urlunsplit(parts._replace(query=urlencode(query, quote_via=quote)))
 
 
 def describe(dsn: str) -> str:
-    """The servers and database of a DSN, without user or password, for messages."""
+    """Return the servers and the database of a DSN, without user or password, for messages."""
     parts = urlsplit(dsn)
     database, hosts = unquote(parts.path.lstrip("/")), parts.netloc.rpartition("@")[2]
-    if "," in hosts:  # not a URL any more to urllib
+    if "," in hosts:  # urllib does not support several hosts
         return f"{hosts}/{database}"
     return f"{parts.hostname or 'localhost'}:{parts.port or 5432}/{database}"
 
 
 def without_database(dsn: str) -> str:
-    """Who connects to which server, and how: what the DSNs of a server's databases have in common, secrets too."""
+    """Return a DSN without its database: the part that the DSNs of one server share, secrets included."""
     return urlunsplit(urlsplit(dsn)._replace(path=""))
 
 
@@ -90,18 +91,18 @@ def connect(
     settings: Mapping[str, str] | None = None,
     writes: bool = False,
 ) -> Connection:
-    """Open a connection with the session settings of this engine, which waits for a lock no longer than a while.
+    """Open a connection with the engine's session settings and a limited wait for locks.
 
-    :param writes: whether tables or definitions are changed on it; slots and messages of the log are neither.
-    :raises ConnectionFailed: when the server cannot be reached or, as :class:`.LoginRefused`, refuses the login.
-    :raises UnsafeSession: when the session does not get its settings.
+    :param writes: whether the session changes tables or definitions; slots and messages of the log do not count.
+    :raises ConnectionFailed: if the server cannot be reached or, as :class:`.LoginRefused`, if it refuses the login.
+    :raises UnsafeSession: if the session does not get its settings.
     """
     limits = {"lock_timeout": f"{int(CONTROL_LOCK_SECONDS * 1000)}ms"}
     try:
         connection = psycopg2.connect(session_dsn(dsn, application, limits | dict(settings or {})))
         watch(connection, dsn)
         connection.autocommit = True
-        found = row(connection, settle(writes))
+        found = row(connection, settings_statement(writes))
     except psycopg2.Error as e:
         raise connection_failure(dsn, "connect", str(e)) from None
     try:
@@ -113,36 +114,36 @@ def connect(
     return connection
 
 
-# What a server, or libpq, refuses for a reason that its message tells, and what to do about it.
+# Remedies by a part of the message of a server or of libpq.
 _REMEDIES = {
-    "certificate verify failed": "Let sslrootcert of the DSN name the certificate of the authority that has signed the"
-    " server's, or correct the server's certificate.",
-    "does not match host name": "Put a host name into the DSN that the server's certificate is made out to, or use"
-    " sslmode=verify-ca if any server of this authority is as good.",
-    "root certificate file": "Put the authority's certificate where sslrootcert names it: on the driver, on every"
+    "certificate verify failed": "Set sslrootcert in the DSN to the certificate of the authority that signed the"
+    " server's certificate, or correct the server's certificate.",
+    "does not match host name": "Use a host name in the DSN that the server's certificate is issued for, or set"
+    " sslmode=verify-ca if every server of this authority can be trusted.",
+    "root certificate file": "Install the authority's certificate at the path of sslrootcert: on the driver, on every"
     " executor, and on Airflow's workers.",
-    "does not support SSL": "Turn on ssl at the server, or take sslmode out of the DSN.",
+    "does not support SSL": "Turn on ssl on the server, or remove sslmode from the DSN.",
     "requires a valid client certificate": "Add sslcert and sslkey to the DSN.",
 }
-# A server's own refusals of a login (SQLSTATE 28P01, 28000, 3D000), and those of PgBouncer, as patterns of the message:
-# drivers give no SQLSTATE of a connection that was not made.
+# Remedies by patterns of the messages with which a server (SQLSTATE 28P01, 28000, 3D000) or PgBouncer refuses a login.
+# Drivers do not provide the SQLSTATE of a connection that failed.
 _LOGIN_REMEDIES = {
     r"password authentication failed|no password supplied|SASL authentication failed|wrong password": "Correct the"
-    " password in the DSN, or in the variable or connection that it names; on the server,"
-    " `ALTER ROLE … PASSWORD` sets another.",
+    " password in the DSN, or in the variable or connection that the pipeline file names. To set another password on"
+    " the server, run `ALTER ROLE … PASSWORD`.",
     r'role ".*" does not exist|no such user': "Correct the user in the DSN, or create the role on the server.",
     r"is not permitted to log in": "Run: ALTER ROLE … LOGIN; or name another role in the DSN.",
     r'database ".*" does not exist|no such database': "Correct the database in the DSN, or create it on the server.",
-    # Not LDAP, RADIUS, PAM, GSSAPI, BSD: Postgres says the same where the service behind them is down for a while.
-    r"(Peer|Ident|certificate) authentication failed": "Correct the user in the DSN, or have"
-    " pg_hba.conf ask this role for a password.",
-    r"no encryption": "Add sslmode=verify-full and sslrootcert to the DSN, if pg_hba.conf admits encrypted connections"
-    " only; otherwise let it admit this role.",
-    r"no pg_hba.conf entry|pg_hba.conf rejects": "Have pg_hba.conf admit this role to this database from here; a"
-    " `replication` entry does not matter, as the pipeline names a database.",
-    r"unsupported startup parameter": "Give the DSN the server's own address: this is a connection pooler's, and behind"
-    " it a session has not the settings that keep values as they are.",
-    r'invalid value for parameter "(TimeZone|DateStyle)"': "Take PGTZ and PGDATESTYLE out of the environment of this"
+    # Not LDAP, RADIUS, PAM, GSSAPI, BSD: Postgres reports the same if the service behind them is temporarily down.
+    r"(Peer|Ident|certificate) authentication failed": "Correct the user in the DSN, or change pg_hba.conf so that it"
+    " asks this role for a password.",
+    r"no encryption": "If pg_hba.conf allows only encrypted connections, add sslmode=verify-full and sslrootcert to the"
+    " DSN; otherwise allow this role in pg_hba.conf.",
+    r"no pg_hba.conf entry|pg_hba.conf rejects": "Allow this role to connect to this database from this host in"
+    " pg_hba.conf; a `replication` entry does not help, because the pipeline names a database.",
+    r"unsupported startup parameter": "Use the server's own address in the DSN. This is the address of a connection"
+    " pooler, behind which a session lacks the settings that keep values unchanged.",
+    r'invalid value for parameter "(TimeZone|DateStyle)"': "Remove PGTZ and PGDATESTYLE from the environment of this"
     " process.",
 }
 
@@ -150,11 +151,11 @@ _LOGIN_REMEDIES = {
 def connection_failure(
     dsn: str, what: str, text: str, otherwise: str = "Check that the server runs and is reachable from here."
 ) -> CdcError:
-    """The error for a connection that was not made.
+    """Return the error for a failed connection.
 
-    :param what: what was tried, as in "cannot connect".
+    :param what: the attempted action, as in "cannot connect".
     :param text: libpq's message.
-    :param otherwise: the solution where the message does not tell a better one.
+    :param otherwise: the solution if the message does not imply a better one.
     """
     lines = without_password(text.strip(), dsn).splitlines() or ["no reason was given"]
     message = f"cannot {what} to {describe(dsn)}: {lines[0]}"
@@ -168,8 +169,11 @@ def connection_failure(
 
 
 def _login_remedy(dsn: str, text: str) -> str | None:
-    """What to do about a refused login; ``None`` where none was refused, or another server of the DSN may come back."""
-    if "SSL SYSCALL error" in text or "SSL error" in text:  # the refusal is that of a second try, without TLS
+    """Return the remedy for a refused login.
+
+    :returns: ``None`` if no login was refused, or if another server of the DSN may become available again.
+    """
+    if "SSL SYSCALL error" in text or "SSL error" in text:  # the refusal belongs to a second try without TLS
         return None
     tries = [each for each in re.split(r"(?=connection to server )", text) if each.strip()]
     found = [next((r for mark, r in _LOGIN_REMEDIES.items() if re.search(mark, each)), None) for each in tries]
@@ -178,25 +182,25 @@ def _login_remedy(dsn: str, text: str) -> str | None:
 
 
 def without_password(text: str, dsn: str) -> str:
-    """A message of a driver, in which asterisks stand for the DSN's password should it be repeated there."""
+    """Return a message of a driver with the DSN's password replaced by asterisks."""
     for form in passwords(dsn):
         text = text.replace(form, "***")
     return text
 
 
 def passwords(dsn: str) -> list[str]:
-    """A DSN's password in all forms in which it may turn up, longer ones first."""
+    """Return all forms in which a DSN's password may appear, longer ones first."""
     parts = urlsplit(dsn)
     pairs = (pair.partition("=") for pair in parts.query.split("&"))
     given = [parts.password, *(value for name, _, value in pairs if name == "password")]
     plain = [unquote(secret) for secret in given if secret]
-    # As it is, as it stands in the DSN, and as session_dsn writes it.
+    # Unescaped, as written in the DSN, and as session_dsn writes it.
     forms = {*filter(None, given), *plain, *(quote(secret, safe="") for secret in plain), *map(quote, plain)}
     return sorted(forms, key=len, reverse=True)
 
 
 def quoted(name: str) -> str:
-    """An identifier quoted without a connection at hand."""
+    """Quote an identifier without using a connection."""
     return '"' + name.replace('"', '""') + '"'
 
 
@@ -204,9 +208,9 @@ def quoted(name: str) -> str:
 def connected(
     dsn: str, application: str = "airflow-cdc", *, settings: Mapping[str, str] | None = None, writes: bool = False
 ) -> Iterator[Connection]:
-    """An autocommitting connection that is closed at the end of the block; see :func:`connect`.
+    """Open an autocommit connection for the duration of the block; see :func:`connect`.
 
-    :raises TableLocked: when it has waited for a lock for too long.
+    :raises TableLocked: if it has waited for a lock for too long.
     """
     connection = connect(dsn, application, settings=settings, writes=writes)
     try:
@@ -217,30 +221,30 @@ def connected(
 
 
 def rows(connection: Connection, query: Any, parameters: Any = None) -> list[tuple[Any, ...]]:
-    """Execute a query and return all its rows (none when it has no result).
+    """Execute a query and return all its rows (none if it has no result).
 
     :param query: SQL text or a ``psycopg2.sql`` composition.
-    :raises MissingPrivilege: when the role may not execute it.
+    :raises MissingPrivilege: if the role may not execute it.
     """
     with connection.cursor() as cursor:
         try:
             cursor.execute(query, parameters)
         except psycopg2.errors.InsufficientPrivilege as e:
             info = connection.info
-            where = f"role {info.user!r} may not do this on {info.host}:{info.port}/{info.dbname}"
+            where = f"role {info.user!r} lacks a privilege on {info.host}:{info.port}/{info.dbname}"
             raise MissingPrivilege(f"{where}: {_first_line(e)}", privilege_remedy(str(e), quoted(info.user))) from e
         return cursor.fetchall() if cursor.description else []
 
 
 def privilege_remedy(text: str, role: str = "…") -> str:
-    """What to do when a role lacks a privilege.
+    """Return the remedy for a role that lacks a privilege.
 
-    :param text: the server's message, of which the name of a feature is the part that tells policies.
+    :param text: the server's message; it mentions row-level security if a policy is the cause.
     """
     if "row-level security" in text:
         return (
-            f"A policy would hide rows. Run: ALTER ROLE {role} WITH BYPASSRLS; or let the table's owner run ALTER TABLE"
-            " … DISABLE ROW LEVEL SECURITY, or NO FORCE ROW LEVEL SECURITY where the role is the owner."
+            f"A policy would hide rows. Run: ALTER ROLE {role} WITH BYPASSRLS; or let the table's owner run"
+            " `ALTER TABLE … DISABLE ROW LEVEL SECURITY` (`NO FORCE ROW LEVEL SECURITY` if the role is the owner)."
         )
     return f"Grant the role {role} the privilege that the message names."
 
@@ -258,11 +262,11 @@ def scalar(connection: Connection, query: Any, parameters: Any = None) -> Any:
 
 
 def condition(text: str) -> sql.Composable:
-    """A user's SQL condition in parentheses; the line break ends a comment that it may end in.
+    """Return a user's SQL condition in parentheses, with a line break that ends a trailing comment.
 
-    :raises ConfigError: when it would leave the parentheses.
+    :raises ConfigError: if the condition would break out of the parentheses.
     """
-    trouble = find_trouble(text)
+    trouble = find_syntax_problem(text)
     if trouble is not None:
         raise ConfigError(
             f"{text!r} is not one SQL condition: {trouble}", "Write one condition on the table's columns."
@@ -276,7 +280,7 @@ def _first_line(error: Exception) -> str:
 
 
 def dataset(dsn: str, schema: str, table: str) -> tuple[str, str]:
-    """Namespace and name of a table in OpenLineage's terms; of several hosts the first."""
+    """Return namespace and name of a table in OpenLineage's terms; if the DSN has several hosts, the first counts."""
     from psycopg.conninfo import conninfo_to_dict
 
     parts = {name: str(value).partition(",")[0] for name, value in conninfo_to_dict(dsn).items() if value}

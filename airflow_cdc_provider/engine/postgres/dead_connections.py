@@ -1,11 +1,11 @@
-"""Half-open connections are cut, so that who waits on one fails instead of waiting for ever.
+"""Closes half-open connections, so that callers fail instead of hanging forever.
 
-TCP notices a peer that is gone. It does not notice one whose kernel still answers: a server that
-hangs or is stopped, a proxy that has forgotten the session. How long a statement takes says
-nothing, as a read or a commit may take hours. So when an answer has been outstanding for a while
-the server is asked, on a connection of its own, whether it works and whether the session still
-exists; if not, the session's socket is shut (:func:`watch`), or, where a driver hides its socket,
-the call is left alone in its thread and its caller is told (:class:`Calls`).
+TCP detects a peer that is gone. It does not detect a peer whose kernel still answers, such as a server that hangs or is
+stopped, or a proxy that has lost the session. The duration of a statement is no indication either, because a read or a
+commit may take hours. Therefore, if an answer has been outstanding for a while, the server is asked on a separate
+connection whether it works and whether the session still exists. If not, the session's socket is shut down
+(:func:`watch`). If the driver hides its socket, the call is abandoned in its thread and its caller gets an error
+(:class:`Calls`).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from psycopg2.extensions import TRANSACTION_STATUS_ACTIVE
 from airflow_cdc_provider.engine.core.errors import StreamFailed
 
 SILENCE_SECONDS = 20.0
-"""A statement without an answer for so long makes the watch ask the server."""
+"""Seconds without an answer to a statement after which the watch asks the server."""
 
 ANSWER_SECONDS = 10
-"""How long the server may take to answer."""
+"""Seconds that the server may take to answer."""
 
 _SSL_REQUEST = struct.pack(">ii", 8, 80877103)
 
@@ -60,7 +60,7 @@ _thread: threading.Thread | None = None
 
 
 def watch(connection: psycopg2.extensions.connection, dsn: str) -> None:
-    """Watch a connection until it is closed or forgotten.
+    """Watch a connection until it is closed or garbage-collected.
 
     :param dsn: libpq URI of its server.
     """
@@ -101,31 +101,31 @@ def _look(watched: _Watched, now: float) -> None:
 
 
 def _question(watched: _Watched, host: str, port: int) -> None:
-    """Ask about a session, and cut it if it is half-open; in a thread, since an answer takes its time."""
-    trouble = find_trouble(watched.dsn, watched.pid, host, port)
+    """Ask the server about a session, and cut it if it is half-open; runs in a thread because this may take long."""
+    trouble = find_session_problem(watched.dsn, watched.pid, host, port)
     connection = _open(watched)
     if trouble is not None and connection is not None:
-        _log.warning("session %d of %s:%s gives no answer, and %s: it is cut", watched.pid, host, port, trouble)
+        _log.warning("session %d of %s:%s is cut because it does not answer, and %s", watched.pid, host, port, trouble)
         _troubles[connection] = _silence(watched.dsn, trouble)
         cut(connection)
     watched.busy_since, watched.questioned = None, False
 
 
-def trouble_of(error: BaseException) -> str | None:
-    """Why the session was cut of which a driver's error tells; ``None`` when it was not."""
+def cut_reason(error: BaseException) -> str | None:
+    """Return why the session of a driver's error was cut, or ``None`` if it was not cut."""
     connection = getattr(getattr(error, "cursor", None), "connection", None)
     return None if connection is None else _troubles.get(connection)
 
 
-def find_trouble(
+def find_session_problem(
     dsn: str, pid: int | None, host: str | None = None, port: int | None = None, idle: Collection[str] = ()
 ) -> str | None:
-    """Ask a server whether it works, and whether a session of it exists.
+    """Ask a server whether it works, and whether it still has a session.
 
-    :param pid: the session's backend; ``None`` to ask no more than whether the server answers.
-    :param host: which server to ask if ``dsn`` names several; without it the session may be any one's.
-    :param idle: types of wait events in which the session must not be found, as it would have answered before.
-    :returns: what is wrong; ``None`` when nothing is, or when a server says that it cannot tell.
+    :param pid: the session's backend; ``None`` to ask only whether the server answers.
+    :param host: the server to ask if ``dsn`` names several; without it, the session may belong to any of them.
+    :param idle: types of wait events in which the session must not be, because it would have answered before.
+    :returns: the problem; ``None`` if there is none, or if a server cannot tell.
     """
     parameters = psycopg2.extensions.parse_dsn(dsn)
     hosts, ports = (host or parameters.get("host", "localhost")), str(port or parameters.get("port", 5432))
@@ -135,18 +135,21 @@ def find_trouble(
         return "the server does not answer"
     if pid is None:
         return None
-    troubles = [_trouble(parameters | {"host": each, "port": number}, pid, idle) for each, number in answering]
+    troubles = [_reported_problem(parameters | {"host": each, "port": number}, pid, idle) for each, number in answering]
     return None if None in troubles else troubles[0]
 
 
-def _trouble(parameters: dict[str, str], pid: int, idle: Collection[str]) -> str | None:
-    """What a server says against a session of this role in this database; ``None`` also when it does not tell."""
-    # Whatever the server has become by now, a standby for one.
+def _reported_problem(parameters: dict[str, str], pid: int, idle: Collection[str]) -> str | None:
+    """Return the problem that a server reports for a session of this role in this database, or ``None``.
+
+    It is also ``None`` if the server cannot tell.
+    """
+    # Accept the server whatever its state is now, for example as a standby.
     given = {"connect_timeout": str(ANSWER_SECONDS), "target_session_attrs": "any", "client_encoding": "UTF8"}
     target = psycopg2.extensions.make_dsn(**parameters | given)
     try:
         connection = psycopg2.connect(target, options="-c statement_timeout=10s")
-    except psycopg2.Error:  # it works, but is full, or no longer open to this role
+    except psycopg2.Error:  # the server works, but has no free connection or no longer allows this role
         return None
     try:
         with connection.cursor() as cursor:
@@ -166,7 +169,7 @@ def _trouble(parameters: dict[str, str], pid: int, idle: Collection[str]) -> str
 
 
 def _answers(host: str, port: int) -> bool:
-    """Whether a Postgres server says anything at all; it is asked whether it would encrypt, which needs no login."""
+    """Return whether a Postgres server answers at all; the question whether it supports TLS needs no login."""
     path = f"{host}/.s.PGSQL.{port}" if host.startswith("/") else None
     try:
         with (
@@ -182,11 +185,11 @@ def _answers(host: str, port: int) -> bool:
 
 
 def cut(connection: psycopg2.extensions.connection) -> None:
-    """Shut the socket under a connection: the call that waits on it fails."""
+    """Shut down the socket of a connection, so that a call that waits on it fails."""
     try:
         descriptor = os.dup(connection.fileno())
     except (psycopg2.Error, OSError):
-        return  # closed meanwhile
+        return  # closed in the meantime
     with socket.socket(fileno=descriptor) as shared:
         try:
             shared.shutdown(socket.SHUT_RDWR)
@@ -195,7 +198,7 @@ def cut(connection: psycopg2.extensions.connection) -> None:
 
 
 def cancel_all() -> None:
-    """Cancel the statements of all watched connections that wait for their end."""
+    """Cancel the running statements of all watched connections."""
     with _lock:
         current = list(_watched)
     for each in current:
@@ -206,10 +209,10 @@ def cancel_all() -> None:
 
 
 class Calls:
-    """Calls into a driver that can neither be interrupted nor timed out, made by a thread of their own.
+    """Calls in a separate thread into a driver whose calls can be neither interrupted nor timed out.
 
     :param dsn: libpq URI of the server that is called.
-    :ivar over: whether no further call can be made, since one was given up or :meth:`end` was called.
+    :ivar over: whether no further call can be made, because one was abandoned or :meth:`end` was called.
     """
 
     def __init__(self, dsn: str) -> None:
@@ -222,17 +225,18 @@ class Calls:
     def __call__(self, function: Callable[..., T], *arguments: Any) -> T:
         """Make a call and return its result.
 
-        :raises StreamFailed: when the server is dead, or does not know ``pid``, the session's backend, while it owes
-            an answer.
+        :raises StreamFailed: if the server owes an answer and is dead, or no longer knows the session's backend
+            ``pid``.
         """
         future: Future[T] = Future()
         self._work.put((future, function, arguments))
         while not wait([future], SILENCE_SECONDS).done:
-            trouble = find_trouble(self._dsn, self.pid)
+            trouble = find_session_problem(self._dsn, self.pid)
             if trouble is not None and not future.done():
                 self.over = True
                 raise StreamFailed(
-                    _silence(self._dsn, trouble), "Start again: what has been committed stays, the rest is done anew."
+                    _silence(self._dsn, trouble),
+                    "Start the pipeline again; committed data remains, and the rest is repeated.",
                 )
         return future.result()
 
@@ -245,9 +249,9 @@ class Calls:
                 future.set_exception(e)
 
     def end(self, last: Callable[[], None] | None = None) -> None:
-        """End the thread; one whose call was given up ends with it, if ever.
+        """End the thread; if its call was abandoned, it ends only when that call returns, which may never happen.
 
-        :param last: a call that is made before, and for whose result nobody waits.
+        :param last: a call to make before; its result is not awaited.
         """
         self.over = True
         if last is not None:
@@ -256,7 +260,7 @@ class Calls:
 
 
 def _silence(dsn: str, trouble: str) -> str:
-    """What is said of a session that is given up."""
+    """Return the message about a session that is abandoned."""
     parameters = psycopg2.extensions.parse_dsn(dsn)
     server = f"{parameters.get('host', 'localhost')}:{parameters.get('port', 5432)}/{parameters.get('dbname', '')}"
     return f"a session of {server} has given no answer for {SILENCE_SECONDS:g} seconds, and {trouble}"

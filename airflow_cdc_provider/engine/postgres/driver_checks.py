@@ -1,4 +1,4 @@
-"""What surrounds a check that asks Postgres: it names who holds a lock that is waited for, and tells driver errors."""
+"""A context for checks that query Postgres: names the holders of a lock, and converts errors of the driver."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from airflow_cdc_provider.engine.postgres.lock_holders import naming_holders
 
 
 @contextmanager
-def driver_errors_told(check: str) -> Iterator[None]:
-    """See :class:`.Checks`.
+def convert_driver_errors(check: str) -> Iterator[None]:
+    """Convert errors of the driver during a check; see ``around`` of :class:`.Checks`.
 
-    :raises Blocked: naming who holds the lock that was waited for.
-    :raises ConnectionFailed: for whatever else the driver raises.
+    :raises Blocked: if a lock was not granted in time; names its holders.
+    :raises ConnectionFailed: for any other error of the driver.
     """
     try:
         with naming_holders():
             yield
     except psycopg2.Error as e:
-        raise ConnectionFailed(f"the check {check} failed: {str(e).strip()}", "Look into the server's log.") from e
+        raise ConnectionFailed(f"the check {check} failed: {str(e).strip()}", "Check the server's log.") from e

@@ -1,7 +1,7 @@
-"""Locks that are not to be had, and who holds them.
+"""Finds the holders of locks that could not be acquired.
 
-A session that does no more than look and command waits for a lock only for a while: the job that it belongs to has a
-slot to watch and may be asked to stop, and whoever has given a command is told what it waits for.
+A control session waits for a lock only for a limited time. Its job must also watch a slot and may be asked to stop, and
+the user of a command must learn what the command waits for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from psycopg2.extensions import cursor as Cursor
 from airflow_cdc_provider.engine.core.errors import TableLocked
 
 CONTROL_LOCK_SECONDS = 10.0
-"""How long a control session waits for a lock."""
+"""Seconds that a control session waits for a lock."""
 
 HOLDERS = """
 SELECT DISTINCT CASE WHEN l.pid IS NULL
@@ -34,9 +34,9 @@ LEFT JOIN pg_prepared_xacts x ON x.transaction = own.transactionid
 WHERE l.locktype = 'relation' AND l.granted AND l.mode <> 'AccessShareLock'
   AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
 """
-"""The sessions and prepared transactions that hold locks on relations, as sentences; to be narrowed by conditions."""
+"""Query for the sessions and prepared transactions that hold locks on relations, as text; append further conditions."""
 
-# What writers hold is in the way of nothing that we do.
+# The locks of writers do not block anything that the pipeline does.
 _STRONG = """
   AND l.mode NOT IN ('RowShareLock', 'RowExclusiveLock') AND l.pid IS DISTINCT FROM pg_backend_pid()
   AND l.relation IN (SELECT oid FROM pg_class WHERE relkind IN ('r', 'p') AND oid >= 16384)
@@ -46,9 +46,9 @@ LIMIT 10
 
 @contextmanager
 def naming_holders() -> Iterator[None]:
-    """Say of a lock that a session of ours did not get in time who holds it.
+    """Name the holders of a lock that a session of the pipeline did not get in time.
 
-    :raises TableLocked: in place of the server's error.
+    :raises TableLocked: instead of the server's error.
     """
     try:
         yield
@@ -57,17 +57,17 @@ def naming_holders() -> Iterator[None]:
 
 
 def table_locked(connection: Connection) -> TableLocked:
-    """The error for a lock that was not to be had.
+    """Return the error for a lock that could not be acquired.
 
-    :param connection: to the same database; a transaction of it that has failed is rolled back.
+    :param connection: a connection to the same database; if its transaction has failed, it is rolled back.
     """
     with connection.cursor() as cursor:
         if connection.info.transaction_status == TRANSACTION_STATUS_INERROR:
             cursor.execute("ROLLBACK")
         cursor.execute(HOLDERS + _STRONG, [])
-        names = "; ".join(name for (name,) in cursor.fetchall()) or "nobody any more"
+        names = "; ".join(name for (name,) in cursor.fetchall()) or "no session any more"
     info = connection.info
     return TableLocked(
         f"a table in {info.host}:{info.port}/{info.dbname} is locked; locks are held there by: {names}",
-        "It goes on when they have ended. End those that are forgotten (COMMIT, ROLLBACK or ROLLBACK PREPARED).",
+        "Wait until they have ended, or end them with `COMMIT`, `ROLLBACK` or `ROLLBACK PREPARED` if they are stale.",
     )

@@ -1,7 +1,7 @@
-"""What the roles of a pipeline may do, and the SQL that grants what they lack.
+"""Checks of the privileges of a pipeline's roles, with the SQL that grants missing ones.
 
-None is a superuser. The source's may replicate, and read its tables. Each function here is a check: it returns a
-sentence, or raises :class:`.MissingPrivilege` whose solution is the statement for an administrator.
+No role is a superuser. The source's role may replicate and read its tables. Each check returns a sentence, or raises
+:class:`.MissingPrivilege`, whose solution is the statement for an administrator.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.postgres.connection import Connection, row, rows, scalar
 from airflow_cdc_provider.engine.postgres.replication import open_replication
 
-# Everybody may execute them by default; where servers are hardened, that has been revoked.
+# All roles may execute these functions by default; on hardened servers this has been revoked.
 SOURCE_FUNCTIONS = (
     "pg_control_system",
     "pg_current_snapshot",
@@ -34,7 +34,7 @@ LOG_FUNCTIONS = (
     "pg_terminate_backend",
     "pg_walfile_name",
 )
-"""Of these the role that reads the log, if it is one of its own."""
+"""The functions that a separate role for reading the log needs."""
 SLOT_FUNCTIONS = (
     "pg_create_logical_replication_slot",
     "pg_drop_replication_slot",
@@ -43,7 +43,7 @@ SLOT_FUNCTIONS = (
 
 
 def quoted_user(connection: Connection) -> str:
-    """The role that the connection acts as, quoted."""
+    """Return the quoted name of the connection's current role."""
     return str(scalar(connection, "SELECT pg_catalog.quote_ident(current_user)"))
 
 
@@ -53,7 +53,10 @@ def _place(connection: Connection) -> str:
 
 
 def leaves_where(source: Connection, tables: Sequence[Table], condition: str) -> list[str]:
-    """The quoted names of the leaves ``c`` (of ``pg_class``, in the namespace ``n``) that meet a condition."""
+    """Return the quoted names of the leaves that meet a condition.
+
+    :param condition: SQL on the leaf ``c`` of ``pg_class`` and its namespace ``n``.
+    """
     return [f"{schema}.{name}" for schema, name in _leaves_where(source, tables, condition)]
 
 
@@ -68,12 +71,12 @@ def _leaves_where(source: Connection, tables: Sequence[Table], condition: str) -
 
 
 def may_replicate(source: Connection, dsn: str) -> str:
-    """Open a replication connection, as the stream will.
+    """Open a replication connection, as the stream will, to check that the role may replicate.
 
-    What lets a role do so is the attribute REPLICATION, but on managed services it can be a membership, so the server
-    is asked and the catalog is only for the explanation.
+    A role usually needs the attribute REPLICATION, but on managed services a membership can grant the same. Therefore
+    the check tries a connection, and uses the catalog only to explain a failure.
 
-    :raises ConnectionFailed: when the role may, but the connection is refused.
+    :raises ConnectionFailed: if the role may replicate, but the connection is refused.
     """
     user = quoted_user(source)
     attribute, senders_left = row(
@@ -100,7 +103,7 @@ def may_replicate(source: Connection, dsn: str) -> str:
 
 
 def may_execute(connection: Connection, functions: Sequence[str]) -> str:
-    """Check some functions of the server, all that have these names."""
+    """Check that the role may execute all functions of the server that have the given names."""
     refused = rows(
         connection,
         "SELECT oid::pg_catalog.regprocedure::text FROM pg_catalog.pg_proc"
@@ -119,8 +122,8 @@ def may_execute(connection: Connection, functions: Sequence[str]) -> str:
 
 
 def may_read(source: Connection, tables: Sequence[Table]) -> str:
-    """Check SELECT on the tables, and USAGE on their schemas and on those of their keys' types."""
-    # Of the whole table, not of its columns: the snapshot's LOCK TABLE asks for that.
+    """Check SELECT on the tables, and USAGE on their schemas and on the schemas of their keys' types."""
+    # SELECT must be granted on the whole table, not on its columns, because the snapshot's LOCK TABLE needs that.
     unreadable = leaves_where(source, tables, "NOT pg_catalog.has_table_privilege(c.oid, 'SELECT')")
     schemas = rows(
         source,
@@ -145,7 +148,7 @@ def may_read(source: Connection, tables: Sequence[Table]) -> str:
 
 
 def sees_all_rows(source: Connection, tables: Sequence[Table]) -> str:
-    """Check that row-level security hides nothing of the tables."""
+    """Check that row-level security hides no rows of the tables."""
     hidden = leaves_where(source, tables, "pg_catalog.row_security_active(c.oid)")
     if hidden:
         user = quoted_user(source)
@@ -157,17 +160,17 @@ def sees_all_rows(source: Connection, tables: Sequence[Table]) -> str:
 
 
 def takes_writes(connection: Connection) -> str:
-    """Check that a transaction may write unless it is told otherwise, on a server that is no standby.
+    """Check that transactions may write by default, on a server that is not a standby.
 
-    :raises ServerNotReady: when server, database or role (or the DSN) make transactions read-only by default.
+    :raises ServerNotReady: if server, database, role or the DSN make transactions read-only by default.
     """
-    # What it was before the session stated its own.
+    # The value before the session set its own.
     query = "SELECT reset_val = 'on' FROM pg_catalog.pg_settings WHERE name = 'default_transaction_read_only'"
     if not scalar(connection, query):
         return f"Transactions on {_place(connection)} may write."
     database = scalar(connection, "SELECT pg_catalog.quote_ident(pg_catalog.current_database())")
-    # Of all places where it can stand, the role in this database comes last but for the client's own options.
-    of_client = "Take it out of the DSN's options."
+    # The setting of the role in this database overrides all others except the options of the client.
+    of_client = "Remove it from the options of the DSN."
     of_server = (
         f"Run: ALTER ROLE {quoted_user(connection)} IN DATABASE {database} SET default_transaction_read_only = off;"
     )
@@ -178,7 +181,7 @@ def takes_writes(connection: Connection) -> str:
 
 
 def schema_privileges(connection: Connection, names: Sequence[str]) -> dict[str, list[str]]:
-    """What the role may do in those of the schemas that exist."""
+    """Return the role's privileges on those of the named schemas that exist."""
     query = (
         "SELECT nspname, ARRAY(SELECT p FROM pg_catalog.unnest('{USAGE,CREATE}'::text[]) AS p"
         " WHERE pg_catalog.has_schema_privilege(n.oid, p)) FROM pg_catalog.pg_namespace n WHERE nspname = ANY (%s)"
@@ -187,7 +190,7 @@ def schema_privileges(connection: Connection, names: Sequence[str]) -> dict[str,
 
 
 def table_privileges(connection: Connection, names: Sequence[tuple[str, str]]) -> dict[tuple[str, str], list[str]]:
-    """What the role may do with those of the tables that exist; ``ROWS`` stands for seeing all of them."""
+    """Return the role's privileges on those of the named tables that exist; ``ROWS`` means that it sees all rows."""
     query = (
         "SELECT n.nspname, c.relname, ARRAY(SELECT p FROM pg_catalog.unnest('{SELECT,INSERT,UPDATE,DELETE}'::text[])"
         " AS p WHERE pg_catalog.has_table_privilege(c.oid, p))"

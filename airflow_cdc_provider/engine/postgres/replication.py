@@ -1,4 +1,4 @@
-"""A replication connection to a server: opened, asked, and what is said when it ends."""
+"""Opens replication connections, executes commands on them, and reports why they end."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from airflow_cdc_provider.engine.postgres.connection import (
     session_dsn,
 )
 from airflow_cdc_provider.engine.postgres.driver_errors import exceeds_limit
-from airflow_cdc_provider.engine.postgres.session_settings import require_settled, settle
+from airflow_cdc_provider.engine.postgres.session_settings import require_settled, settings_statement
 
 _ANSWER_SECONDS = 60.0
 
 
 def open_replication(dsn: str, application: str) -> PGconn:
-    """Open a connection on which a slot can be read.
+    """Open a connection that can read a slot.
 
-    :raises ConnectionFailed: when the server cannot be reached or refuses it.
-    :raises UnsafeSession: when the session does not get its settings.
+    :raises ConnectionFailed: if the server cannot be reached or refuses the connection.
+    :raises UnsafeSession: if the session does not get its settings.
     """
     reasons = []
     for address in _addresses(f"{session_dsn(dsn, application)}&replication=database"):
@@ -42,25 +42,25 @@ def open_replication(dsn: str, application: str) -> PGconn:
         dsn,
         "open a replication connection",
         "; ".join(reasons),
-        "Check that the server runs, that the role has REPLICATION, that pg_hba.conf lets it in, and that the"
-        " address is the server's own: a connection pooler does not pass replication on.",
+        "Check that the server runs, that the role has REPLICATION, that pg_hba.conf allows it, and that the"
+        " address is the server's own: a connection pooler does not forward replication.",
     )
 
 
 def _settle(connection: PGconn, dsn: str) -> None:
-    """See :mod:`.session_settings`; a connection that is refused is closed."""
+    """Apply and check :mod:`.session_settings`; close the connection if it is refused."""
     try:
         connection.nonblocking = 1
-        require_settled(describe(dsn), first_row(connection, settle(writes=False)), connection.backend_pid)
+        require_settled(describe(dsn), first_row(connection, settings_statement(writes=False)), connection.backend_pid)
     except BaseException:
         connection.finish()
         raise
 
 
 def first_row(connection: PGconn, query: str) -> list[str]:
-    """Execute a query, and return its first row.
+    """Execute a query and return its first row.
 
-    :raises StreamFailed: when it has none.
+    :raises StreamFailed: if it returns none.
     """
     result = execute(connection, query)
     if result is None or result.status != pq.ExecStatus.TUPLES_OK:
@@ -69,7 +69,7 @@ def first_row(connection: PGconn, query: str) -> list[str]:
 
 
 def _addresses(dsn: str) -> list[str]:
-    """A DSN for each host that ``dsn`` names: libpq gives each its own time only in calls that block."""
+    """Return a DSN for each host that ``dsn`` names, since libpq times each host separately only in blocking calls."""
     parameters = psycopg2.extensions.parse_dsn(dsn)
     lists = {name: parameters[name].split(",") for name in ("host", "hostaddr", "port") if name in parameters}
     return [
@@ -79,9 +79,9 @@ def _addresses(dsn: str) -> list[str]:
 
 
 def _await_connection(connection: PGconn) -> str | None:
-    """Connect without blocking: psycopg's own call would stop all threads of the process while it waits.
+    """Connect without blocking, because psycopg's own call would stop all threads of the process while it waits.
 
-    :returns: why there is no connection; ``None`` when there is.
+    :returns: the reason of the failure; ``None`` if the connection succeeds.
     """
     deadline = time.monotonic() + CONNECT_TIMEOUT
     while connection.status != pq.ConnStatus.BAD:
@@ -97,10 +97,10 @@ def _await_connection(connection: PGconn) -> str | None:
 
 
 def execute(connection: PGconn, command: str) -> PGresult | None:
-    """Execute a command and return its first result; in COPY mode there is no other.
+    """Execute a command and return its first result; in COPY mode it is the only one.
 
     :param connection: see :func:`open_replication`.
-    :raises StreamFailed: when no answer comes.
+    :raises StreamFailed: if there is no answer.
     """
     try:
         return _execute(connection, command)
@@ -118,7 +118,8 @@ def _execute(connection: PGconn, command: str) -> PGresult | None:
             if left <= 0:
                 raise StreamFailed(
                     f"the server has not answered {command.split()[0]} for {_ANSWER_SECONDS:g} seconds",
-                    "Start again: the stream goes on from the last commit. If it persists, look at network and server.",
+                    "Start the pipeline again; the stream continues from the last commit. If the error persists, check"
+                    " the network and the server.",
                 )
             if select.select([connection.socket], [], [], min(left, 1.0))[0]:
                 connection.consume_input()
@@ -131,9 +132,9 @@ def _execute(connection: PGconn, command: str) -> PGresult | None:
 
 
 def replication_failure(connection: PGconn, result: PGresult | None = None) -> CdcError:
-    """Why the stream has ended.
+    """Return the error for a stream that has ended.
 
-    :param result: what the server has said of it.
+    :param result: the server's last result, if it sent one.
     """
     text = connection.error_message.decode(errors="replace").strip()
     state = (result.error_field(pq.DiagnosticField.SQLSTATE) or b"").decode() if result is not None else None
@@ -142,5 +143,6 @@ def replication_failure(connection: PGconn, result: PGresult | None = None) -> C
         return LimitExceeded.by(message)
     return StreamFailed(
         message,
-        "Start again: the stream goes on from the last commit. If it persists, look at the source's log.",
+        "Start the pipeline again; the stream continues from the last commit. If the error persists, check the server"
+        " log of the source.",
     )

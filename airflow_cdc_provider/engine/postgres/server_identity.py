@@ -1,7 +1,7 @@
-"""The server that the gate has let pass, asked of every further connection that data comes from.
+"""The identity of the server that passed the gate; every further connection that data comes from is checked against it.
 
-A name can lead elsewhere from one connection to the next: a virtual address moves, a list of hosts is tried in order.
-Slots, tables and positions of the same names on another server would be taken for ours.
+A name can lead to another server from one connection to the next: a virtual address moves, or a list of hosts is tried
+in order. Slots, tables and positions of the same names on the other server would be mistaken for those of the pipeline.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ QUERY = (
     " ('x' || substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8))::bit(32)::int END,"
     " (SELECT oid::bigint FROM pg_database WHERE datname = current_database())"
 )
-"""Expressions of a SELECT that tell a server's origin, for :meth:`Origin.require`."""
+"""SELECT expressions that return a server's origin, for :meth:`ServerIdentity.require`."""
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Where a pipeline's data comes from.
+class ServerIdentity:
+    """The cluster, timeline and database that a pipeline's data comes from.
 
     :param system: ``system_identifier`` of the cluster.
     :param timeline: timeline of the primary's log; 0 on a standby.
@@ -35,24 +35,24 @@ class Origin:
     database: int
 
     @classmethod
-    def of(cls, identity: Mapping[str, Any]) -> Origin:
-        """The origin that stands in a commit record's ``identity``: by the names of :class:`.SlotIdentity`'s fields."""
+    def of(cls, identity: Mapping[str, Any]) -> ServerIdentity:
+        """Read the origin from a commit record's ``identity``, which has the field names of :class:`.SlotIdentity`."""
         return cls(str(identity["system"]), int(identity["timeline"]), int(identity["database"]))
 
     def require(self, found: Sequence[Any], dsn: str) -> None:
         """Refuse a connection that leads to another origin.
 
-        :param found: what :data:`QUERY` returned, as values or as texts.
-        :raises StreamFailed: naming both. Whether the pipeline can go on there is for the gate to say, through which
-            the next attempt begins.
+        :param found: the result of :data:`QUERY`, as values or as texts.
+        :raises StreamFailed: if the origins differ; names both. The next attempt starts with the gate, which decides
+            whether the pipeline can continue there.
         """
         system, timeline, database = found
-        there = Origin(str(system), int(timeline), int(database))
+        there = ServerIdentity(str(system), int(timeline), int(database))
         if there != self:
             raise StreamFailed(
-                f"{describe(dsn)} leads to another server than a moment ago: to {there}, not {self}",
-                "Start again: whether the pipeline can go on there is checked first. If it should not, let"
-                " `source.dsn` lead to one server, the primary.",
+                f"{describe(dsn)} leads to another server than before: to {there}, not {self}",
+                "Start the pipeline again; it first checks whether it can continue on that server. If it should not,"
+                " change `source.dsn` so that it always leads to the primary.",
             )
 
     def __str__(self) -> str:

@@ -1,8 +1,7 @@
-"""The slot's disk budget: how much log the source may keep for a pipeline, and what happens beyond it.
+"""The slot's disk budget: how much log the source may retain for a pipeline, and the action beyond that limit.
 
-A slot keeps what its pipeline has not applied, and a sink that is down for long fills the
-source's disk. The job that follows the log looks at every heartbeat, and also while it
-waits for a server.
+A slot retains the log that its pipeline has not applied, so a sink that is down for long fills the source's disk. The
+job that follows the log checks the budget at every heartbeat, also while it waits for a server.
 """
 
 from __future__ import annotations
@@ -21,42 +20,42 @@ Level: TypeAlias = Literal["ok", "warning", "exceeded"]
 WARN_FRACTION = 0.8
 _GRACE = 1.2
 _SOLUTIONS = {
-    "stop": "Find out what keeps the stream from applying the log (`airflow-cdc status`), make room on the source or"
-    " raise stream.max_retained_wal, then start again.",
-    "drop-slot": "The slot is dropped, as stream.on_max_retained_wal asks, so that the source can remove its log. When"
-    " sink and pipeline work again, run `airflow-cdc resnapshot --all`, in Airflow the Dag cdc_resnapshot with"
-    " Everything, then stream.",
+    "stop": "Find out with `airflow-cdc status` what keeps the stream from applying the log. Free space on the source,"
+    " or raise stream.max_retained_wal, then start again.",
+    "drop-slot": "The slot is dropped because of stream.on_max_retained_wal, so that the source can remove its log."
+    " When sink and pipeline work again, run `airflow-cdc resnapshot --all` (in Airflow the Dag cdc_resnapshot with"
+    " Everything), then stream.",
 }
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes of log that the source may keep, and what is done beyond it.
+    """The amount of log that the source may retain, and the action beyond it.
 
-    :param limit: bytes.
+    :param limit: bytes of log.
     """
 
     limit: int
     action: Action
 
     def level(self, retained: int) -> Level:
-        """How the bytes that a slot retains stand to the limit."""
+        """Compare the bytes that a slot retains with the limit."""
         if retained > self.limit:
             return "exceeded"
         return "warning" if retained > WARN_FRACTION * self.limit else "ok"
 
     def bound(self, at_start: int) -> int:
-        """Where the action is taken, in bytes.
+        """Return the retained bytes beyond which the action is taken.
 
-        :param at_start: what the slot retained at the job's first look: one that begins beyond the limit gets a fifth
-            more than that, so that it can catch up.
+        :param at_start: bytes that the slot retained at the job's first check. If they exceed the limit, the bound is a
+            fifth higher than they are, so that the job can catch up.
         """
         return self.limit if at_start <= self.limit else int(_GRACE * at_start)
 
 
 class BudgetWatch:
-    """Holds a slot against its budget, look by look, for one job."""
+    """Checks of a slot against its budget, for one job."""
 
     def __init__(self, budget: Budget, slot: str) -> None:
         self._budget = budget
@@ -65,9 +64,9 @@ class BudgetWatch:
         self._level: Level = "ok"
 
     def look(self, state: SlotState) -> None:
-        """Warn when the level rises.
+        """Compare the slot's state with the budget, and warn when the level rises.
 
-        :raises SlotBudgetExceeded: when the budget's action is to be taken.
+        :raises SlotBudgetExceeded: if the budget's action must be taken.
         """
         retained, budget = state.retained, self._budget
         if self._bound is None:

@@ -1,7 +1,8 @@
-"""The guard of a server's slots: what is wrong with them, and who holds them back.
+"""Finds problems of a server's slots, and the transactions that hold them back.
 
-A slot that nobody reads keeps the source's log until the disk is full, and the source stops. So does an old
-transaction: ``restart_lsn`` of no slot passes the oldest one that was running. Pure judgements, two queries.
+A slot without a reader retains the source's log until the disk is full and the source stops. An old transaction has the
+same effect, because no slot's ``restart_lsn`` passes the oldest transaction that was running. The module consists of
+pure functions and two queries.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ Severity: TypeAlias = Literal["warning", "critical"]
 
 @dataclass(frozen=True)
 class Holder:
-    """A transaction that is open, which slots may have to wait for.
+    """An open transaction that slots may have to wait for.
 
-    :param pid: of its session; ``None`` for a prepared transaction.
+    :param pid: process id of its session; ``None`` for a prepared transaction.
     :param name: the role, or the prepared transaction's identifier.
-    :param application: of its session.
-    :param seconds: how long it has been open.
-    :param xid: its transaction id, if it has written; ``None`` for one that only reads.
-    :param query_id: of its last statement, as in ``pg_stat_statements``, where the server computes it.
+    :param application: application name of its session.
+    :param seconds: seconds since it was opened.
+    :param xid: its transaction id if it has written; ``None`` if it only reads.
+    :param query_id: id of its last statement, as in ``pg_stat_statements``, if the server computes it.
     """
 
     pid: int | None
@@ -42,8 +43,8 @@ class Holder:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """Something that is wrong, what it is about, and what to do."""
+class SlotProblem:
+    """A problem, with its subject and a solution."""
 
     severity: Severity
     kind: Literal["lost", "unreserved", "budget", "dead", "kept", "transaction", "prepared"]
@@ -52,17 +53,17 @@ class Finding:
     solution: str
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the finding as JSON values."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """From where on the guard speaks.
+    """The thresholds above which a problem is reported.
 
-    :param budget: bytes of log that a slot may keep; a warning from four fifths on.
-    :param dead_seconds: how long a slot may be without a reader.
-    :param transaction_seconds: how long a transaction may be open.
+    :param budget: bytes of log that a slot may retain; there is a warning from four fifths on.
+    :param dead_seconds: seconds that a slot may be without a reader.
+    :param transaction_seconds: seconds that a transaction may be open.
     """
 
     budget: int
@@ -70,7 +71,8 @@ class Limits:
     transaction_seconds: float
 
 
-# What a statement says may be secret, so only its id is told. Walsenders have snapshots, too, and are the slots' own.
+# The text of a statement may be secret, so only its id is reported. Walsenders have snapshots too, but they are the
+# readers of the slots themselves.
 _HOLDERS = """
     SELECT pid, coalesce(usename, '?'), application_name, extract(epoch FROM clock_timestamp() - xact_start)::float8,
         backend_xid::text::bigint, (to_jsonb(a) ->> 'query_id')::bigint
@@ -85,16 +87,19 @@ _HOLDERS = """
 
 
 def read_holders(connection: Connection) -> list[Holder]:
-    """Return the open transactions, the oldest first; those of other roles only a member of pg_monitor sees."""
+    """Return the open transactions, the oldest first.
+
+    Only members of pg_monitor see those of other roles.
+    """
     return [Holder(*found) for found in rows(connection, _HOLDERS)]
 
 
 def inspect(
     slots: Slots, holders: list[Holder], limits: Limits, idle: Mapping[str, float] | None = None
-) -> list[Finding]:
-    """Say what is wrong, the worst first. Temporary slots go with their sessions and are nobody's burden.
+) -> list[SlotProblem]:
+    """Return the problems, the worst first; temporary slots are ignored because they disappear with their sessions.
 
-    :param idle: seconds that slots have been without a reader, as far as the caller knows better than the server.
+    :param idle: seconds that slots have been without a reader, if the caller knows better than the server.
     """
     found = [
         finding
@@ -106,81 +111,81 @@ def inspect(
     return sorted(found, key=lambda finding: finding.severity)
 
 
-def _of_slot(name: str, state: SlotState, limits: Limits, idle: float) -> Iterator[Finding]:
+def _of_slot(name: str, state: SlotState, limits: Limits, idle: float) -> Iterator[SlotProblem]:
     retained = human_bytes(state.retained)
     again = (
-        "If its pipeline is still wanted, run `airflow-cdc resnapshot --all`, in Airflow the Dag cdc_resnapshot with"
-        " Everything. Otherwise drop it:"
+        "If its pipeline is still needed, run `airflow-cdc resnapshot --all` (in Airflow the Dag cdc_resnapshot with"
+        " Everything). Otherwise drop it:"
     )
     drop = f"SELECT pg_drop_replication_slot('{name}');"
     if state.lost:
         why = state.invalidation or "the log that it needs was removed"
-        yield Finding("critical", "lost", name, f"slot {name!r} is lost: {why}", f"{again} {drop}")
+        yield SlotProblem("critical", "lost", name, f"slot {name!r} is lost: {why}", f"{again} {drop}")
         return
     if state.wal_status == "unreserved":
-        yield Finding(
+        yield SlotProblem(
             "critical",
             "unreserved",
             name,
             f"slot {name!r} exceeds max_slot_wal_keep_size and is lost at one of the next checkpoints",
-            "Let its stream catch up at once, or raise max_slot_wal_keep_size and reload.",
+            "Let its stream catch up immediately, or raise max_slot_wal_keep_size and reload the configuration.",
         )
     level = Budget(limits.budget, "warn").level(state.retained)
     if level != "ok":
-        yield Finding(
+        yield SlotProblem(
             "critical" if level == "exceeded" else "warning",
             "budget",
             name,
             f"slot {name!r} retains {retained} of log; the budget is {human_bytes(limits.budget)}",
-            f"Find out why its stream does not apply it: `airflow-cdc status`. If nobody needs the slot: {drop}",
+            f"Find out with `airflow-cdc status` why its stream does not apply it. If the slot is not needed: {drop}",
         )
     seconds = max(idle, state.idle_seconds or 0.0)
     if not state.active and seconds > limits.dead_seconds:
-        yield Finding(
+        yield SlotProblem(
             "critical",
             "dead",
             name,
-            f"nobody has read from slot {name!r} for {seconds:.0f} seconds; it retains {retained} of log",
-            f"Start its stream. If nobody needs it, drop it: {drop}",
+            f"slot {name!r} has had no reader for {seconds:.0f} seconds; it retains {retained} of log",
+            f"Start its stream. If the slot is not needed, drop it: {drop}",
         )
 
 
-def _of_holder(holder: Holder) -> Finding:
+def _of_holder(holder: Holder) -> SlotProblem:
     age = f"has been open for {holder.seconds:.0f} seconds"
     if holder.pid is None:
-        return Finding(
+        return SlotProblem(
             "warning",
             "prepared",
             holder.name,
             f"prepared transaction {holder.name!r} {age} and holds all slots back",
-            "COMMIT PREPARED or ROLLBACK PREPARED it, in its database.",
+            "End it in its database with `COMMIT PREPARED` or `ROLLBACK PREPARED`.",
         )
     query = f", query id {holder.query_id}" if holder.query_id else ""
-    held = "holds all slots back" if holder.xid is not None else "keeps dead rows, also of the catalog, from removal"
-    return Finding(
+    held = "holds all slots back" if holder.xid is not None else "prevents removal of dead rows, also in the catalog"
+    return SlotProblem(
         "warning",
         "transaction",
         str(holder.pid),
         f"a transaction of session {holder.pid} ({holder.name}, {holder.application or 'no application name'}{query})"
         f" {age} and {held}",
-        f"Let it end, or end it: SELECT pg_terminate_backend({holder.pid});",
+        f"Wait until it ends, or end it: SELECT pg_terminate_backend({holder.pid});",
     )
 
 
 def break_circuit(
     connection: Connection, slots: Slots, hard_limit: int, also_active: bool = False
-) -> tuple[list[str], list[Finding]]:
-    """Drop the slots that retain more than a limit, so that the source's disk survives.
+) -> tuple[list[str], list[SlotProblem]]:
+    """Drop the slots that retain more than a limit, so that the source's disk does not fill up.
 
-    What they have not delivered is lost to their pipelines, which have to read all tables again. A slot that has gone
-    back below the limit meanwhile stays.
+    Their pipelines lose the changes that were not delivered, and have to read all tables again. A slot that has fallen
+    below the limit in the meantime is kept.
 
-    :param hard_limit: bytes.
-    :param also_active: also those that somebody reads from, whose session is ended.
-    :returns: the names of those that were dropped, and a finding for each that could not be.
+    :param hard_limit: bytes of log.
+    :param also_active: whether to drop slots that have a reader, too; the reader's session is ended.
+    :returns: the names of the dropped slots, and a finding for each slot that could not be dropped.
     """
     dropped: list[str] = []
-    kept: list[Finding] = []
+    kept: list[SlotProblem] = []
     for name, state in slots.states.items():
         if state.temporary or state.retained <= hard_limit or (state.active and not also_active):
             continue
@@ -193,16 +198,17 @@ def break_circuit(
             rows(connection, "SELECT pg_drop_replication_slot(%s)", [name])
             dropped.append(name)
         except (psycopg2.Error, CdcError) as e:
-            # The others are to be dropped nevertheless. A reader may have been back at once: the next look tries again.
+            # The other slots must be dropped nevertheless. A reader may have returned immediately: the next check tries
+            # again.
             kept.append(_undropped(name, state, e))
     return dropped, kept
 
 
-def _undropped(name: str, state: SlotState, error: Exception) -> Finding:
-    return Finding(
+def _undropped(name: str, state: SlotState, error: Exception) -> SlotProblem:
+    return SlotProblem(
         "critical",
         "kept",
         name,
         f"slot {name!r} retains {human_bytes(state.retained)} of log and cannot be dropped: {str(error).strip()}",
-        f"End who reads from it, and drop it by hand: SELECT pg_drop_replication_slot('{name}');",
+        f"End its reader, and drop it by hand: SELECT pg_drop_replication_slot('{name}');",
     )

@@ -1,4 +1,4 @@
-"""Replication slots of a server, as they are seen, and the markers that make them move."""
+"""Reads the state of a server's replication slots, and writes the markers that advance them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MESSAGE_PREFIX = "airflow_cdc"
 
 @dataclass(frozen=True)
 class SlotIdentity:
-    """Which slot of which server is read, and by which publication.
+    """The slot that is read, with its server and its publication.
 
     :param system: ``system_identifier`` of the cluster.
     :param timeline: timeline of its log.
     :param database: oid of the database.
     :param publication: oid of the publication.
     :param publication_version: transaction that last altered the publication itself (operations, options, owner);
-        tables come and go without it.
+        adding and removing tables does not change it.
     """
 
     system: str
@@ -39,10 +39,10 @@ class SlotIdentity:
 class SlotState:
     """A row of ``pg_replication_slots``; LSNs as integers, ``retained`` in bytes.
 
-    :param invalidation: why the server has given the slot up, where it says so (17 and newer; 16 says the same
+    :param invalidation: why the server has invalidated the slot, if it reports that (17 and newer; 16 reports
         ``conflicting`` for every reason).
-    :param temporary: whether it goes with its session.
-    :param idle_seconds: how long nobody has read from it, where the server says so (17 and newer).
+    :param temporary: whether it is dropped at the end of its session.
+    :param idle_seconds: seconds that it has had no reader, if the server reports that (17 and newer).
     """
 
     plugin: str | None
@@ -59,16 +59,16 @@ class SlotState:
 
     @property
     def lost(self) -> bool:
-        """Whether nothing can be read from it any more."""
+        """Return whether the slot can no longer be read."""
         return self.wal_status == "lost" or self.invalidation is not None
 
     @property
     def end(self) -> Lsn:
-        """The end of the log when the slot was read, as far as the server had written it to its disk."""
+        """Return the end of the log that the server had written to its disk when the slot was queried."""
         return Lsn(self.restart_lsn + self.retained)
 
     def as_dict(self) -> dict[str, Any]:
-        """The ``slot`` object of ``status``."""
+        """Return the ``slot`` object of ``status``."""
         return {
             "restart_lsn": format_lsn(self.restart_lsn),
             "confirmed_flush_lsn": format_lsn(self.confirmed_flush_lsn),
@@ -82,15 +82,15 @@ class SlotState:
 class Slots:
     """All slots of a server at one moment.
 
-    :param end: end of the log that the server has written to its disk; of a standby, what it has replayed.
-    :param states: by name.
+    :param end: end of the log that the server has written to its disk, or that a standby has replayed.
+    :param states: the slots by name.
     """
 
     end: Lsn
     states: Mapping[str, SlotState]
 
 
-# By way of JSON where columns differ between versions of Postgres.
+# Columns that differ between versions of Postgres are read through JSON.
 _SLOTS = """
     SELECT log.lsn::text, slot_name, plugin, database, active, active_pid, coalesce(restart_lsn, '0/0')::text,
         coalesce(confirmed_flush_lsn, '0/0')::text, wal_status,
@@ -103,7 +103,7 @@ _SLOTS = """
 
 
 def read_slots(connection: Connection) -> Slots:
-    """Return the states of all slots of a server, by one query."""
+    """Return the states of all slots of a server, using one query."""
     found = rows(connection, _SLOTS)
     states = {}
     for _, name, plugin, database, active, pid, restart, confirmed, *rest in found:
@@ -113,17 +113,17 @@ def read_slots(connection: Connection) -> Slots:
 
 
 def read_slot(connection: Connection, slot: str) -> SlotState | None:
-    """Return the state of a slot, ``None`` when there is none of that name."""
+    """Return the state of a slot, or ``None`` if it does not exist."""
     return read_slots(connection).states.get(slot)
 
 
 def is_ours(connection: Connection, state: SlotState) -> bool:
-    """Whether a slot is one that a pipeline of this database can read."""
+    """Return whether a pipeline of this database can read a slot."""
     return state.plugin == "pgoutput" and state.database == scalar(connection, "SELECT current_database()")
 
 
 def read_identity(connection: Connection, slot: str, publication: str) -> SlotIdentity:
-    """Read what the source is now."""
+    """Read the current identity of the source."""
     system, timeline, database, oid, version = row(
         connection,
         "SELECT (SELECT system_identifier::text FROM pg_control_system()),"
@@ -137,18 +137,18 @@ def read_identity(connection: Connection, slot: str, publication: str) -> SlotId
 
 
 def flushed(connection: Connection) -> Lsn:
-    """The end of the log that the server has written to its disk."""
+    """Return the end of the log that the server has written to its disk."""
     return parse_lsn(scalar(connection, "SELECT pg_current_wal_flush_lsn()::text"))
 
 
 def blockers(connection: Connection, xids: Collection[int] | None = None) -> str:
     """Name the sessions and prepared transactions that have transaction ids.
 
-    :param xids: only those with these ids, 32 or 64 bits; ``None`` for all.
+    :param xids: ids to restrict the result to, 32 or 64 bits; ``None`` for all.
     """
     chosen = {"xids": None if xids is None else [xid & 0xFFFFFFFF for xid in xids]}
     among = "(%(xids)s::bigint[] IS NULL OR {}::text::bigint = ANY (%(xids)s::bigint[]))"
-    # Whether a session has a transaction id, only pg_monitor may see in pg_stat_activity; the lock on it everybody may.
+    # pg_stat_activity shows transaction ids only to pg_monitor, but all roles may see the locks on them.
     sessions = rows(
         connection,
         "SELECT format('session %%s of %%s (%%s, transaction open since %%s)', pid, coalesce(usename, '?'),"
@@ -168,17 +168,17 @@ def blockers(connection: Connection, xids: Collection[int] | None = None) -> str
 
 
 def emit_marker(connection: Connection, content: str) -> Lsn:
-    """Commit a marker into the log and return its LSN: all that was committed before lies below it."""
+    """Commit a marker into the log and return its LSN; everything that was committed before is below it."""
     query = "SELECT pg_logical_emit_message(true, %s, %s)::text"
     return parse_lsn(scalar(connection, query, [MESSAGE_PREFIX, content]))
 
 
 def reader_name(dsn: str, slot: str) -> str:
-    """The ``application_name`` of a pipeline's own reader of the slot, as the server keeps it."""
+    """Return the ``application_name`` of a pipeline's own reader of the slot, as the server stores it."""
     (name,) = parse_qs(urlsplit(session_dsn(dsn, f"airflow-cdc {slot}")).query)["application_name"]
     return name[:63]
 
 
 def visible_in_current(connection: Connection) -> Snapshot:
-    """The server's current snapshot."""
+    """Return the server's current snapshot."""
     return Snapshot.parse(scalar(connection, "SELECT pg_current_snapshot()::text"))

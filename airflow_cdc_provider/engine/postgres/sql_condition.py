@@ -1,9 +1,9 @@
-"""Whether the text of a condition stays within the parentheses that it is put into.
+"""Checks that the text of a condition stays within the parentheses that it is put into.
 
-A condition of the pipeline file or of ``resnapshot --where`` goes into our queries as it is. One that closes a
-parenthesis which it has not opened would be another than it seems, ``a) OR (b`` for one, and after a semicolon the
-server runs whatever stands there. So the text is cut into tokens as the server does it under the settings of our
-sessions, as far as it takes to tell what is quoted. Whether it is a condition is for the server to say.
+A condition of the pipeline file or of ``resnapshot --where`` becomes part of queries unchanged. If it closes a
+parenthesis that it has not opened, as in ``a) OR (b``, it changes the meaning of the query; and after a semicolon, the
+server would run any statement. Therefore the text is split into tokens as the server does it under the session
+settings, in enough detail to recognize quoted parts. The server itself decides whether the text is a condition.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from __future__ import annotations
 import re
 
 _NAME = r"[A-Za-z_\u0080-\U0010ffff]"
-# A name comes with what is neither a prefix of the quote after it nor a dollar quote.
+# A name includes everything that is neither a prefix of the quote after it nor a dollar quote.
 _TOKEN = re.compile(
     rf"(?P<quote>[Ee]?'|\"|\$(?:{_NAME}(?:{_NAME}|[0-9])*)?\$)|{_NAME}(?:{_NAME}|[0-9$])*|--[^\n\r]*|/\*|.", re.DOTALL
 )
 _REST = {
     "'": re.compile(r"(?:[^']|'')*+'"),
     '"': re.compile(r'(?:[^"]|"")*+"'),
-    # Not followed by a quote on another line, which would continue it, escapes and all.
+    # Not followed by a quote on another line, which would continue it, escapes included.
     "E'": re.compile(r"(?:[^'\\]|''|\\.)*+'(?!(?:\s|--[^\n\r]*)*+')", re.DOTALL),
 }
 _COMMENT = re.compile(r"/\*|\*/")
 
 
-def find_trouble(text: str) -> str | None:
-    """Tell why a text, followed by a line break, is more or less than what could stand in parentheses.
+def find_syntax_problem(text: str) -> str | None:
+    """Return why a text, followed by a line break, cannot be put into parentheses.
 
-    :returns: ``None`` when it is not.
+    :returns: the reason, or ``None`` if it can.
     """
     depth = place = 0
     while place < len(text):
@@ -37,7 +37,7 @@ def find_trouble(text: str) -> str | None:
         if token["quote"] or token[0] == "/*":
             end = _end(text, place, token[0])
             if end is None:
-                return f"what begins with {token[0]} does not end"
+                return f"the part that begins with {token[0]} does not end"
             place = end
         elif token[0] in (";", "\0"):
             return "it has a semicolon" if token[0] == ";" else "it has a zero byte"
@@ -49,7 +49,7 @@ def find_trouble(text: str) -> str | None:
 
 
 def _end(text: str, place: int, begin: str) -> int | None:
-    """Where a quotation or a comment ends that has begun before ``place``."""
+    """Return the end of a quotation or comment that has begun before ``place``, or ``None`` if it does not end."""
     if begin == "/*":
         return _end_of_comment(text, place)
     if begin.startswith("$"):

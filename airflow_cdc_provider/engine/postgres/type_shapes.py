@@ -1,4 +1,4 @@
-"""Looks up what types are made of, in the catalog of a source or of a target."""
+"""Looks up the components of types in the catalog of a source or of a target."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from psycopg2.extensions import connection as Connection
 from airflow_cdc_provider.engine.core.type_shape import SORTS, TypeShape
 from airflow_cdc_provider.engine.postgres.connection import rows
 
-# What comes with Postgres is known by its name, but for the domains of information_schema.
+# Types that come with Postgres are known by name, except the domains of information_schema.
 _OWN = "(t.oid >= 16384 OR t.typnamespace <> 'pg_catalog'::pg_catalog.regnamespace)"
 _SHAPES = f"""
 WITH RECURSIVE made AS (
@@ -41,9 +41,9 @@ FROM made m JOIN pg_catalog.pg_type t ON t.oid = m.type AND {_OWN}
 
 
 def read_shapes(connection: Connection, types: Sequence[tuple[int, str]]) -> list[TypeShape]:
-    """Look up what types are made of.
+    """Look up the shapes of types.
 
-    :param types: oid, and text as ``format_type`` writes it with the column's modifier.
+    :param types: for each type its oid, and its text as ``format_type`` writes it with the column's modifier.
     """
     oids = [oid for oid, _ in types]
     found = {oid: values for oid, *values in rows(connection, _SHAPES, [oids])} if oids else {}

@@ -1,9 +1,9 @@
-"""Postgres's texts as typed Arrow arrays, and back to the very texts, whole arrays at a time.
+"""Converts Postgres's texts to typed Arrow arrays, and back to exactly the same texts, whole arrays at a time.
 
-Nothing is lost on the way: a type is given to a column only if all its texts come back as they were, which a
-comparison of source and sink relies on. What such a type cannot hold is refused by name: infinite dates, years before
-1 or after 9999, and NaN in a ``numeric`` with a precision. All other types of Postgres stay what they are on the wire,
-text. The texts are those of a session with ``datestyle`` ISO, ``TimeZone`` UTC, ``extra_float_digits`` 3 and
+The conversion is lossless: a column gets a type only if all its texts can be restored unchanged, because a comparison
+of source and sink relies on that. Values that such a type cannot store are refused by name: infinite dates, years
+before 1 or after 9999, and NaN in a ``numeric`` with a precision. All other types of Postgres remain text, as on the
+wire. The texts are those of a session with ``datestyle`` ISO, ``TimeZone`` UTC, ``extra_float_digits`` 3 and
 ``bytea_output`` hex.
 """
 
@@ -37,7 +37,7 @@ _TYPES: dict[str, pa.DataType] = {
 }
 _NUMERIC = re.compile(r"numeric\((\d+),(\d+)\)")
 _DIGITS = 38  # of a 128-bit decimal
-# The texts that a type takes, where Postgres has more of them.
+# The texts that a type accepts, if Postgres has further ones.
 _TAKEN = {
     pa.date32(): r"^\d{4}-\d\d-\d\d$",
     pa.timestamp("us"): r"^\d{4}-\d\d-\d\d [0-9:.]+$",
@@ -49,9 +49,9 @@ _NIBBLES[_HEX] = np.arange(16)
 
 
 def arrow_type(column: Column) -> pa.DataType:
-    """The Arrow type that holds all, or nearly all, values of a column without loss; text where there is none.
+    """Return the Arrow type that stores all, or nearly all, values of a column without loss, or text if there is none.
 
-    A domain has the type that it is made of.
+    A domain has the type of its base type.
     """
     name = column.type
     if not column.builtin:
@@ -64,12 +64,12 @@ def arrow_type(column: Column) -> pa.DataType:
 
 
 def to_typed(texts: pa.Array, kind: pa.DataType, name: str) -> pa.Array:
-    """Read texts of Postgres.
+    """Convert texts of Postgres to typed values.
 
-    :param texts: strings, null where NULL.
-    :param kind: one of :func:`arrow_type`.
-    :param name: of the column, with its table, for the message.
-    :raises LimitExceeded: when a value is not one of the type.
+    :param texts: strings, null for NULL.
+    :param kind: a type that :func:`arrow_type` returned.
+    :param name: the column's name with its table, for messages.
+    :raises LimitExceeded: if the type cannot store a value.
     """
     if pa.types.is_boolean(kind):
         return pc.equal(texts, "t")
@@ -83,15 +83,15 @@ def to_typed(texts: pa.Array, kind: pa.DataType, name: str) -> pa.Array:
         if not len(others):
             raise
         raise LimitExceeded(
-            f"the value {others[0].as_py()} of {name} cannot be kept as {kind}: dates and times reach from the year 1"
+            f"the value {others[0].as_py()} of {name} cannot be stored as {kind}: dates and times range from the year 1"
             " to 9999, and a decimal number is finite",
-            "Nothing of it was applied, and trying again does not help. Change the value, or leave its column out by"
+            "No part of the change was applied, and a retry does not help. Change the value, or exclude its column with"
             " `columns` in the pipeline file.",
         ) from e
 
 
 def to_texts(values: pa.Array) -> pa.Array:
-    """The texts that Postgres writes for values of a type of :func:`arrow_type`; null stays null."""
+    """Return the texts that Postgres writes for values of a type of :func:`arrow_type`; nulls remain null."""
     kind = values.type
     if pa.types.is_boolean(kind):
         return pc.if_else(values, pa.scalar("t", TEXT), pa.scalar("f", TEXT))
@@ -113,7 +113,7 @@ def _joined(*parts: pa.Array | str) -> pa.Array:
 
 
 def _from_decimal(values: pa.Array) -> pa.Array:
-    """Spelled out, with all digits of the scale; Arrow would write small numbers with an exponent."""
+    """Write decimals with all digits of the scale; Arrow would write small numbers with an exponent."""
     kind = values.type
     whole = pa.Array.from_buffers(
         pa.decimal128(kind.precision, 0), len(values), values.buffers(), offset=values.offset
@@ -129,9 +129,9 @@ def _from_decimal(values: pa.Array) -> pa.Array:
 
 
 def _from_float(values: pa.Array) -> pa.Array:
-    """The shortest digits that are read as the same number, in the notation of Postgres.
+    """Write floats with the fewest digits that read back as the same number, in the notation of Postgres.
 
-    Arrow finds the same digits, and writes the same notation for fractions that are neither small nor large.
+    Arrow finds the same digits, and uses the same notation for fractions that are neither small nor large.
     """
     numbers = pc.fill_null(values, 0.5).to_numpy(zero_copy_only=False)
     magnitude = np.abs(numbers)
@@ -146,9 +146,9 @@ def _from_float(values: pa.Array) -> pa.Array:
 
 
 def _spelled(number: np.floating) -> str:
-    """A number as Postgres writes it.
+    """Write a number as Postgres does.
 
-    It never takes digits that lie exactly between two numbers, but the next ones that need no rule for ties.
+    Postgres never uses digits that lie exactly between two numbers, but the next ones that need no rule for ties.
     """
     if not np.isfinite(number):
         return "NaN" if np.isnan(number) else "Infinity" if number > 0 else "-Infinity"
@@ -166,10 +166,10 @@ def _spelled(number: np.floating) -> str:
 
 
 def _shortest(number: np.floating) -> tuple[str, int]:
-    """The digits of a positive number, and the exponent of the first."""
+    """Return the digits of a positive number, and the exponent of the first digit."""
     mantissa, _, exponent = np.format_float_scientific(number, unique=True, trim="-").partition("e")
     digits = mantissa.replace(".", "")
-    # Only there do few digits suffice to write what is between two numbers: 5**k divides a mantissa for small k alone.
+    # Only in this range can few digits denote the middle between two numbers: 5**k divides a mantissa only for small k.
     tie = (2.0**52, 1e41) if number.dtype == np.float64 else (2.0**22, 1e20)
     if not tie[0] <= number <= tie[1]:
         return digits, int(exponent)
@@ -211,7 +211,7 @@ def _offsets(values: pa.Array) -> NDArray[np.int64]:
 
 
 def _content(values: pa.Array) -> NDArray[np.uint8]:
-    """The bytes of all values of a large array, one after the other."""
+    """Return the concatenated bytes of all values of a large array."""
     offsets, buffer = _offsets(values), values.buffers()[2]
     if buffer is None:
         return np.zeros(0, dtype=np.uint8)
@@ -224,7 +224,7 @@ def _rebuilt(
     scale: Callable[[NDArray[np.int64]], NDArray[np.int64]],
     kind: pa.DataType,
 ) -> pa.Array:
-    """An array with other bytes in the places of another one's."""
+    """Return an array that has other bytes in place of those of ``values``."""
     offsets = _offsets(values)
     moved = np.ascontiguousarray(scale(offsets - offsets[0]))
     validity = None

@@ -1,4 +1,4 @@
-"""The commit records of a pipeline's sinks, as one where they are several."""
+"""The commit records of a pipeline's sinks; several are accessed as one."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from airflow_cdc_provider.engine.sinks.contract import CommitRecord, Sink
 
 
 def sink_of(pipeline: Pipeline, part: str = "") -> Sink:
-    """The sink of a pipeline that has one.
+    """Return the sink of a pipeline that has exactly one.
 
-    :param part: the part of a run that works with it, and ends no sessions but its own; empty for none.
+    :param part: the part of a run that works with the sink, and ends only its own sessions; empty for none.
     """
     return sink_plugin(pipeline.sink.type).open(pipeline.sink, pipeline.name, part)
 
 
 def commit_record_of(pipeline: Pipeline, part: str = "") -> CommitRecord:
-    """What keeps the commit record, of all sinks as one; see :func:`sink_of`."""
+    """Return the commit record of all sinks as one; see :func:`sink_of`."""
     if len(pipeline.sinks) == 1:
         return sink_of(pipeline, part)
     return SeveralRecords([sink_of(branch, part) for branch in pipeline.branches])
 
 
 def record_if_any(pipeline: Pipeline) -> Record | None:
-    """The commit record of those sinks that have one, as one."""
+    """Return the merged commit record of those sinks that have one."""
     found = (sink_of(branch).record() for branch in pipeline.branches)
     records = [record for record in found if record is not None]
     return merged(records) if records else None
 
 
 def existing_record(pipeline: Pipeline) -> Record:
-    """The pipeline's commit record.
+    """Return the pipeline's commit record.
 
-    :raises GateClosed: when it has never been provisioned.
+    :raises GateClosed: if the pipeline has never been provisioned.
     """
     record = commit_record_of(pipeline).record()
     if record is None:
@@ -52,17 +52,17 @@ def existing_record(pipeline: Pipeline) -> Record:
 
 
 def identity_of(branch: Pipeline, noted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``identity`` of a record that begins.
+    """Return the ``identity`` of a new record.
 
-    :param noted: what the source notes of itself.
+    :param noted: the values that the source records about itself.
     """
     return {**noted, "source": branch.source.type, "mode": branch.sink.mode}
 
 
 def require_targets(pipeline: Pipeline, sink: Sink, record: Record) -> None:
-    """Refuse to go on without target tables.
+    """Refuse to continue without target tables.
 
-    :raises GateClosed: naming those that are gone.
+    :raises GateClosed: if any are missing; names them.
     """
     gone = sink.missing(record.targets)
     if gone:

@@ -1,4 +1,4 @@
-"""The batches of a streaming query: one at a time, none once the query is to stop, and none that fails unheard."""
+"""Processes the batches of a streaming query: one at a time, none after a request to stop, and no failure unnoticed."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _POLL_SECONDS = 0.25
 _ERRORS: tuple[type[Exception], ...] = (CdcError, *DRIVER_ERRORS)
 
 
-class Batches:
-    """What Spark calls with each batch (``foreachBatch``), and what tells why it has called no more.
+class ForeachBatch:
+    """The function that Spark calls with each batch (``foreachBatch``); it also reports why the query has ended.
 
-    :param bring: brings a batch into the sinks; takes its rows and its number.
-    :param batch_failure: the error for what Spark says of a batch that failed; takes the batch's number and the text.
-    :param query_failure: the same for a query that has ended; takes the text.
+    :param write_batch: writes a batch into the sinks; takes its rows and its number.
+    :param batch_failure: returns the error for a failed batch; takes the batch's number and Spark's text.
+    :param query_failure: returns the error for a query that has ended; takes Spark's text.
     """
 
     def __init__(
         self,
         run: Run,
-        bring: Callable[[DataFrame, int], None],
+        write_batch: Callable[[DataFrame, int], None],
         batch_failure: Callable[[int, str], CdcError],
         query_failure: Callable[[str], CdcError],
     ) -> None:
         self._run = run
-        self._bring = bring
+        self._write_batch = write_batch
         self._batch_failure = batch_failure
         self._query_failure = query_failure
         self._one = threading.Lock()
@@ -47,27 +47,29 @@ class Batches:
         self._failure: CdcError | None = None
 
     def __call__(self, rows: DataFrame, number: int) -> None:
-        """Bring a batch in. Whatever goes wrong must be raised, or Spark would commit the batch."""
+        """Write a batch; every failure must be raised, because Spark would commit the batch otherwise."""
         with self._one:
             if self._stopped:
-                raise StreamFailed("the stream has been stopped", "Start again: it goes on from the last commit.")
+                raise StreamFailed(
+                    "the stream has been stopped", "Start the pipeline again; it continues from the last commit."
+                )
             release_batches()
             try:
-                self._bring(rows, number)
+                self._write_batch(rows, number)
             except _ERRORS as e:
                 self._failure = e if isinstance(e, CdcError) else driver_failure(e, f"committing batch {number}")
-                if values_hidden():  # Spark prints what is raised, with all that it came of
+                if values_hidden():  # Spark prints the exception with all its causes
                     raise self._failure from None
                 raise
-            except (PySparkException, Py4JJavaError) as e:  # the latter for jobs that PySpark has no class for
+            except (PySparkException, Py4JJavaError) as e:  # the latter for errors that PySpark has no class for
                 if not self._run.stopping:
                     self._failure = self._batch_failure(number, str(e))
                 raise
 
     def ended(self, query: StreamingQuery) -> bool:
-        """Wait a little, and say whether the query has ended.
+        """Wait briefly, and return whether the query has ended.
 
-        :raises CdcError: what it has ended with.
+        :raises CdcError: if it has failed.
         """
         self._run.wait(_POLL_SECONDS)
         if query.isActive:
@@ -79,10 +81,10 @@ class Batches:
 
     @contextmanager
     def watched(self, query: StreamingQuery) -> Iterator[None]:
-        """Do what goes on beside the batches, and stop the query after that, between two batches.
+        """Run the block concurrently with the batches, and stop the query after that, between two batches.
 
-        :raises CdcError: what a batch failed with for good, in place of an outage that what went on beside it met: a
-            run that another has overtaken is not to be begun again because a broker did not answer it.
+        :raises CdcError: the final error of a batch instead of a transient error of the block. For example, a run that
+            has lost its epoch to another must not be restarted because a broker did not answer it.
         """
         try:
             try:
@@ -90,16 +92,16 @@ class Batches:
             finally:
                 self._stop(query)
         except Exception as e:
-            outage = getattr(e, "retry", Retry.RETRY) is Retry.RETRY  # an error of a driver is none of ours yet
+            outage = getattr(e, "retry", Retry.RETRY) is Retry.RETRY  # errors of a driver have no retry directive
             if outage and self._failure is not None and self._failure.retry is not Retry.RETRY:
                 raise self._failure from e
             raise
 
     def _stop(self, query: StreamingQuery) -> None:
-        """Let a batch that has begun end, and turn away one that begins now."""
+        """Let a running batch finish, and refuse one that begins now."""
         with self._one:
             self._stopped = True
         try:
             query.stop()
-        except (Py4JError, PySparkException) as e:  # the error at hand, if there is one, is the one to be told
+        except (Py4JError, PySparkException) as e:  # only logged, because an error of the block matters more
             log.warning("the streaming query did not end: %s", str(e).splitlines()[0])

@@ -1,4 +1,4 @@
-"""How far a job is behind the source's log, by what it has itself applied and last seen of the slot."""
+"""Measures how far a job is behind the source's log, from its own progress and its last observation of the slot."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from airflow_cdc_provider.engine.postgres.slots import SlotState
 
 
-_FRESH_SECONDS = 3.0  # the reader of the log says every second that it has nothing
+_FRESH_SECONDS = 3.0  # an idle reader of the log reports that every second
 _LOOKS = 512
 
 
 class Lag:
-    """What a job applies, held against what it sees of the slot: a look now and then, at every heartbeat of the stream.
+    """A comparison of a job's progress with the slot's state, which is observed at every heartbeat of the stream.
 
-    :param applied: LSN durable in the sink.
-    :param advanced: when the sink got there, in seconds since 1970.
+    :param applied: LSN that is durable in the sink.
+    :param advanced: time when the sink reached it, in seconds since 1970.
     """
 
     def __init__(self, applied: LogPosition = LOG_START, advanced: float = 0.0) -> None:
@@ -29,18 +29,18 @@ class Lag:
         self._advanced = advanced
         self._slot: SlotState | None = None
         self._acknowledged: float | None = None
-        self._waiting: deque[tuple[float, LogPosition]] = deque()  # looks whose end of the log has not been passed
+        self._waiting: deque[tuple[float, LogPosition]] = deque()  # observed ends of the log that have not been passed
         self._idle_at = 0.0
         self._lock = threading.Lock()
 
     def advance(self, applied: LogPosition) -> None:
-        """Take note that the sink has got further."""
+        """Record that the sink has advanced."""
         if applied > self._applied:
             self._applied = applied
             self._pass(applied)
 
     def idle(self, passed: LogPosition) -> None:
-        """Take note that the reader of the log has nothing to apply, in all that it has read.
+        """Record that the reader of the log has found nothing to apply.
 
         :param passed: LSN up to which it has read.
         """
@@ -53,8 +53,8 @@ class Lag:
             while self._waiting and self._waiting[0][1] <= self._passed:
                 self._waiting.popleft()
 
-    def see(self, slot: SlotState) -> None:
-        """Take note of a look at the slot."""
+    def observe_slot(self, slot: SlotState) -> None:
+        """Record the slot's state as just observed."""
         now = time.time()
         if self._slot is None or slot.confirmed_flush_lsn > self._slot.confirmed_flush_lsn:
             self._acknowledged = now
@@ -66,19 +66,21 @@ class Lag:
         self._slot = slot
 
     def _seconds(self, now: float) -> float:
-        """How long there has been something to apply, as far as looks tell."""
+        """Return the seconds for which there has been something to apply, according to the observations."""
         with self._lock:
-            unheard = len(self._waiting) == 1 and now - self._idle_at < _FRESH_SECONDS  # more than it may have to read
+            # A single observation that the reader, idle until just now, may simply not have reached yet.
+            unheard = len(self._waiting) == 1 and now - self._idle_at < _FRESH_SECONDS
             if not self._waiting or unheard:
                 return 0.0
             return round(max(0.0, now - self._waiting[0][0]), 3)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the part of a job's progress that tells where it is in the log.
+        """Return the part of a job's progress that describes its position in the log.
 
-        ``lag_bytes`` is what lay at the last look between the end of the log and where nothing is left to apply,
-        ``lag_seconds`` for how long there has been something to apply, ``acknowledgement_seconds`` how long ago the
-        slot was first seen where it is. Without a look they are ``None``.
+        ``lag_bytes`` is the distance, at the last observation, from the position up to which nothing is left to apply
+        to the end of the log. ``lag_seconds`` is the time for which there has been something to apply.
+        ``acknowledgement_seconds`` is the time since the slot was first seen at its position. They are ``None`` if the
+        slot has not been observed yet.
         """
         slot, now = self._slot, time.time()
         return {

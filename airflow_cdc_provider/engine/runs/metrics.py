@@ -1,6 +1,6 @@
-"""The metrics of a job for Prometheus, which its driver serves while it runs, if the pipeline file asks for it.
+"""Serves the metrics of a running job for Prometheus from its driver, if the pipeline file enables it.
 
-Nothing is counted here: a scrape reads what the job reports at that moment.
+This module counts nothing itself: a scrape reads the progress that the job reports at that moment.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
 _GAUGES = {
-    "lag_bytes": "Bytes of log that had not been looked through at the last look at its end.",
-    "lag_messages": "Messages of topics that had not been read at the last look.",
+    "lag_bytes": "Bytes of log that had not been processed when its end was last observed.",
+    "lag_messages": "Messages of topics that had not been read at the last observation.",
     "lag_seconds": "Seconds for which there has been something to apply.",
-    "acknowledgement_seconds": "Seconds since the slot was first seen where it is.",
-    "rows_per_second": "Rows a second since a snapshot began, changes a second of a stream in its last ten.",
+    "acknowledgement_seconds": "Seconds since the slot was first seen at its position.",
+    "rows_per_second": "Rows per second since a snapshot began, or changes per second of a stream in its last ten.",
     "batch_seconds": "Seconds that the last batch with changes took.",
     "chunks": "Chunks that the snapshot job has to copy.",
-    "eta_seconds": "Seconds until the snapshot job is done, if it goes on as until now.",
+    "eta_seconds": "Seconds until the snapshot job is done, if it continues at its rate so far.",
 }
-"""By the name in the job's progress."""
+"""Help texts by the name in the job's progress."""
 
 _log = logging.getLogger(__name__)
 
 
 def require_client(pipeline: Pipeline) -> str:
-    """Check that what the file asks for can be served here.
+    """Check that this process can serve the metrics that the file asks for.
 
     :returns: a sentence.
-    :raises ConfigError: when the package that does it is not installed.
+    :raises ConfigError: if the package for that is not installed.
     """
     if pipeline.metrics.prometheus is None:
-        return "No metrics endpoint is asked for."
+        return "No metrics endpoint is configured."
     if find_spec("prometheus_client") is None:
         raise ConfigError(
             "metrics.prometheus is set, but the package prometheus-client is not installed where the job runs",
             "Install airflow-cdc-provider[prometheus] there, or remove the key.",
         )
-    return "The package prometheus-client is there."
+    return "The package prometheus-client is installed."
 
 
 @contextmanager
 def serving(pipeline: Pipeline, part: str, epoch: int, report: Callable[[], Mapping[str, Any]]) -> Iterator[int | None]:
-    """Serve the metrics of a part of a run for the time of a block. An address that is not to be had ends no job.
+    """Serve the metrics of a part of a run during the block; an address that is not available does not end the job.
 
     :param report: returns the part's progress.
-    :returns: the port; ``None`` when nothing is served.
+    :returns: the port; ``None`` if nothing is served.
     """
     if pipeline.metrics.prometheus is None:
         yield None
@@ -62,7 +62,7 @@ def serving(pipeline: Pipeline, part: str, epoch: int, report: Callable[[], Mapp
 
     host, port = pipeline.metrics.prometheus
     registry = CollectorRegistry()
-    registry.register(_Progress(pipeline.name, part, epoch, report))
+    registry.register(_ProgressCollector(pipeline.name, part, epoch, report))
     try:
         server, thread = start_http_server(port, host, registry)
     except OSError as e:
@@ -77,7 +77,7 @@ def serving(pipeline: Pipeline, part: str, epoch: int, report: Callable[[], Mapp
         thread.join()
 
 
-class _Progress:
+class _ProgressCollector:
     """A collector of Prometheus."""
 
     def __init__(self, pipeline: str, part: str, epoch: int, report: Callable[[], Mapping[str, Any]]) -> None:
@@ -86,10 +86,10 @@ class _Progress:
         self._report = report
 
     def describe(self) -> list[Metric]:
-        return []  # nothing is known before the first scrape
+        return []  # no metric is known before the first scrape
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics of what is reported now; what the part does not know, or does not do, is left out."""
+        """Yield the metrics of the current progress, without those that do not apply to the part."""
         from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
         labels, report = list(self._labels.values()), self._report()
@@ -108,12 +108,12 @@ class _Progress:
         info = InfoMetricFamily("airflow_cdc_job", "The epoch under which the job works.", labels=list(self._labels))
         info.add_metric(labels, {"epoch": str(self._epoch)})
         yield info
-        yield counter("restarts", "Failures that the job has gone on after.", {(): report["restarts"]})
+        yield counter("restarts", "Failures after which the job has continued.", {(): report["restarts"]})
         for name, text in _GAUGES.items():
             if report.get(name) is not None:
                 yield gauge(name, text, report[name])
         if report.get("slot"):
-            yield gauge("retained_wal_bytes", "Bytes of log that the slot keeps.", report["slot"]["retained_bytes"])
+            yield gauge("retained_wal_bytes", "Bytes of log that the slot retains.", report["slot"]["retained_bytes"])
         if "tables" in report:
             changes: dict[tuple[str, ...], float] = {(table,): count for table, count in report["tables"].items()}
             yield counter("changes", "Changes committed by the job, by source table.", changes, "table")

@@ -1,4 +1,4 @@
-"""How far a stream or a snapshot is."""
+"""The progress of a stream or a snapshot."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from airflow_cdc_provider.engine.core.chunk_ranges import Place, ranges
+from airflow_cdc_provider.engine.core.chunk_ranges import ChunkIndex, ranges
 from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn
 
 
 @dataclass(frozen=True)
 class StreamProgress:
-    """How far the stream is.
+    """The progress of a stream.
 
-    :param applied: LSN durable in the sink.
-    :param changes: row changes committed by this job.
-    :param seconds: time spent in batches that held changes.
-    :param tables: the changes by table, of the tables that are captured.
-    :param batch_seconds: time spent in the last batch that held changes, ``None`` before there was one.
-    :param waiting: what other transactions hold up: see :attr:`.Units.waiting`, or the look at the catalog.
-    :param counts: what else has been counted, by name.
-    :param lag_messages: how many messages of topics have not been read; ``None`` where there are no topics.
+    :param applied: LSN that is durable in the sink.
+    :param changes: number of row changes committed by this job.
+    :param seconds: seconds spent in batches that had changes.
+    :param tables: the number of changes by captured table.
+    :param batch_seconds: seconds spent in the last batch that had changes; ``None`` before the first one.
+    :param waiting: description of the work that other transactions block, see :attr:`.UnitWriter.waiting`; or of the
+        catalog query that they block.
+    :param counts: further counts by name.
+    :param lag_messages: number of messages of topics that have not been read; ``None`` if there are no topics.
     """
 
     applied: LogPosition
@@ -35,7 +36,7 @@ class StreamProgress:
     lag_messages: int | None = None
 
     def plus(self, further: StreamProgress) -> StreamProgress:
-        """The progress after a further attempt, which begins where this one ended."""
+        """Return the progress including a further attempt, which begins where this one ended."""
         return StreamProgress(
             further.applied,
             self.changes + further.changes,
@@ -48,7 +49,7 @@ class StreamProgress:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The progress as JSON values."""
+        """Return the progress as JSON values."""
         values = {
             "applied_lsn": format_lsn(self.applied),
             "changes": self.changes,
@@ -64,24 +65,24 @@ class StreamProgress:
 
 @dataclass(frozen=True)
 class SnapshotProgress:
-    """How far a snapshot is.
+    """The progress of a snapshot.
 
-    :param chunks: how many the job has to copy.
-    :param finished: those that are copied, by table and index.
-    :param rows: rows written.
-    :param seconds: since the job began.
-    :param running: the chunks that are being read, as many as ``snapshot.parallelism`` at most, and those that wait
-        for their commit.
+    :param chunks: number of chunks that the job has to copy.
+    :param finished: the chunks that are copied, by table and index.
+    :param rows: number of rows written.
+    :param seconds: seconds since the job began.
+    :param running: the chunks that are being read, at most ``snapshot.parallelism``, and those that wait for their
+        commit.
     """
 
     chunks: int
-    finished: frozenset[Place] = frozenset()
+    finished: frozenset[ChunkIndex] = frozenset()
     rows: int = 0
     seconds: float = 0.0
-    running: frozenset[Place] = frozenset()
+    running: frozenset[ChunkIndex] = frozenset()
 
     def plus(self, further: SnapshotProgress) -> SnapshotProgress:
-        """The progress after a further attempt at what this one has left unfinished."""
+        """Return the progress including a further attempt at the chunks that this one has not finished."""
         return SnapshotProgress(
             self.chunks,
             self.finished | further.finished,
@@ -91,7 +92,7 @@ class SnapshotProgress:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The progress as JSON values; ``eta_seconds`` is ``None`` before a chunk is finished."""
+        """Return the progress as JSON values; ``eta_seconds`` is ``None`` until a chunk is finished."""
         finished = len(self.finished)
         return {
             "chunks": self.chunks,

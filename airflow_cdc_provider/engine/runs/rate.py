@@ -1,4 +1,4 @@
-"""How many rows a second a job has brought in lately."""
+"""Measures the number of rows per second that a job has recently written."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _LEAST_SECONDS = 1.0
 
 
 class Rate:
-    """Rows a second over the last ten seconds, from a count that only grows."""
+    """The rows per second over the last ten seconds, computed from a count that only grows."""
 
     def __init__(self) -> None:
         self._seen = deque([(time.monotonic(), 0)])
         self._lock = threading.Lock()
 
     def of(self, count: int) -> int:
-        """Return the rate; to be asked every few seconds.
+        """Return the rate; call this every few seconds.
 
-        :param count: rows since the job began.
+        :param count: number of rows since the job began.
         """
         now = time.monotonic()
         with self._lock:

@@ -1,7 +1,7 @@
-"""The copy of the commit record that stands in the state: which chunks are finished, and what the pipeline has made.
+"""The copy of the commit record in the state: the finished chunks, and the objects that the pipeline has created.
 
-Nothing goes on from it. But it vouches for slot and target tables if the sink's record is lost: what is known to be
-the pipeline's own may be replaced.
+A pipeline never continues from the copy. But if the sink's record is lost, the copy proves that slot and target tables
+are the pipeline's own, so that they may be replaced.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _FILE = "ledger.json"
 
 
 @dataclass(frozen=True)
-class Ledger:
-    """What a pipeline was, as far as the state tells.
+class RecordCopy:
+    """The last known record of a pipeline, according to the state.
 
-    :param identity: the record's.
-    :param targets: by label of the source table, schema and name of its target.
+    :param identity: the ``identity`` of the record.
+    :param targets: schema and name of each target, by label of the source table.
     """
 
     identity: dict[str, Any]
     targets: dict[str, tuple[str, str]]
 
 
-def write_ledger(pipeline: Pipeline, state: State, record: Record) -> None:
-    """Replace the copy by what the record says now, and write down whose state it is.
+def write_record_copy(pipeline: Pipeline, state: State, record: Record) -> None:
+    """Replace the copy by the current record, and note which pipeline the state belongs to.
 
-    :param pipeline: or a branch of it; what is known of other sinks stays.
+    :param pipeline: the pipeline, or a branch of it; information on other sinks is kept.
     """
     chunks = [
         {**_shown(c.chunk), "finished": c.watermark is not None, "rows": c.rows}
@@ -49,7 +49,7 @@ def write_ledger(pipeline: Pipeline, state: State, record: Record) -> None:
     failpoint("before-ledger")
     sinks = [_made(branch, record if branch == pipeline else existing_record(branch)) for branch in pipeline.branches]
     known = [sink["sink"] for sink in sinks]
-    before = (state.read_sound(_FILE, _as_ledger) or {}).get("sinks", [])
+    before = (state.read_sound(_FILE, _as_record_copy) or {}).get("sinks", [])
     made = {
         "identity": dict(record.identity),
         "sinks": [*sinks, *(sink for sink in before if sink["sink"] not in known)],
@@ -61,7 +61,7 @@ def write_ledger(pipeline: Pipeline, state: State, record: Record) -> None:
 
 
 def _shown(chunk: Chunk) -> dict[str, Any]:
-    """A chunk as it stands in the copy, which needs no bounds but for those who look at it."""
+    """Return a chunk as written to the copy; its bounds are only information for users."""
     return chunk.to_dict() | ({"lower": [], "upper": []} if values_hidden() else {})
 
 
@@ -71,9 +71,9 @@ def _made(branch: Pipeline, record: Record) -> dict[str, Any]:
 
 
 def read_grid(state: State) -> list[dict[str, Any]]:
-    """How far the tables are, chunk by chunk, as :func:`.chunk_grid` returns it: for those who ask no server.
+    """Return the progress of the tables chunk by chunk, as :func:`.chunk_grid` does, without querying a server.
 
-    The rows of chunks that have been finished since the copy was written are not known here.
+    The rows of chunks that were finished after the copy was written are unknown.
     """
     found = state.read_sound(_FILE, _with_chunks)
     if found is None:
@@ -82,13 +82,14 @@ def read_grid(state: State) -> list[dict[str, Any]]:
     return chunk_grid(planned, [beat for beat in read_heartbeats(state) if beat.epoch >= found["epoch"]])
 
 
-def read_ledger(pipeline: Pipeline, state: State) -> Ledger | None:
-    """The copy; ``None`` without one, or when it knows none of the sinks, whatever their addresses.
+def read_record_copy(pipeline: Pipeline, state: State) -> RecordCopy | None:
+    """Read the copy.
 
-    :returns: with mode and targets of the first sink that it knows.
-    :raises StateDamaged: when it cannot be read: what it vouches for would not be known for the pipeline's own.
+    :returns: the copy with mode and targets of the first sink that it has; ``None`` if there is no copy, or if it has
+        none of the sinks, whatever their addresses are.
+    :raises StateDamaged: if it cannot be read, so that the pipeline's own objects cannot be recognized.
     """
-    found = state.read_as(_FILE, _as_ledger)
+    found = state.read_as(_FILE, _as_record_copy)
     if found is None:
         return None
     for branch in pipeline.branches:
@@ -96,11 +97,11 @@ def read_ledger(pipeline: Pipeline, state: State) -> Ledger | None:
         for made in found["sinks"]:
             if made["sink"] == identity:
                 targets = {label: (schema, name) for label, (schema, name) in made["targets"].items()}
-                return Ledger(found["identity"] | {"mode": made["mode"]}, targets)
+                return RecordCopy(found["identity"] | {"mode": made["mode"]}, targets)
     return None
 
 
-def _as_ledger(values: dict[str, Any]) -> dict[str, Any]:
+def _as_record_copy(values: dict[str, Any]) -> dict[str, Any]:
     as_type(values["identity"], dict[str, Any], "identity")
     as_type(values["identity"]["source"], str, "identity.source")
     as_type(values["epoch"], int, "epoch")
@@ -116,20 +117,20 @@ def _with_chunks(values: dict[str, Any]) -> dict[str, Any]:
     for chunk in values["chunks"]:
         for name, kind in names.items():
             as_type(chunk[name], kind, f"chunks.{name}")
-    return _as_ledger(values)
+    return _as_record_copy(values)
 
 
 def require_same_source(pipeline: Pipeline, state: State) -> None:
-    """Refuse a pipeline of which a sink's record, or the copy of it, was made with another kind of source.
+    """Refuse a pipeline if a sink's record, or the copy of it, was written for another kind of source.
 
-    :raises ConfigError: naming both.
+    :raises ConfigError: if it was; names both kinds.
     """
     for branch in pipeline.branches:
-        known = sink_of(branch).record() or read_ledger(branch, state)
+        known = sink_of(branch).record() or read_record_copy(branch, state)
         if known is not None:
             require_kind(pipeline.source.type, known.identity)
 
 
-def forget_ledger(state: State) -> None:
-    """Remove the copy, so that nothing is taken for the pipeline's own any more."""
+def forget_record_copy(state: State) -> None:
+    """Remove the copy, so that no object is recognized as the pipeline's own any more."""
     state.remove(_FILE)

@@ -1,9 +1,8 @@
-"""A job that goes on through outages: attempts, and the wait between them.
+"""Keeps a job running through outages: repeats attempts, and waits between them.
 
-Only what a caller may try again is tried again (:attr:`.CdcError.retry`), as often as the
-pipeline's restart strategy says. An attempt begins as a start of the command does, with the
-record, the fence and the gate, since nobody knows what happened meanwhile; what stays is
-the epoch, the Spark session and the heartbeat.
+Only errors that allow a retry (:attr:`.CdcError.retry`) are retried, as often as the pipeline's restart strategy
+allows. An attempt begins like a start of the command, with the record, the fence and the gate, because anything may
+have happened in the meantime. Only the epoch, the Spark session and the heartbeat are kept.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ _log = logging.getLogger(__name__)
 
 
 def keep_trying(run: Run, record: Record, attempt: Callable[[Record], T]) -> T | None:
-    """Make attempts until one ends well, the run is asked to stop, or the restart strategy gives up.
+    """Repeat attempts until one succeeds, the run is asked to stop, or the restart strategy gives up.
 
-    :param record: the commit record for the first attempt; each later one gets its own.
-    :param attempt: does the work; whatever it has opened is closed when it raises.
-    :returns: what the last attempt returned; ``None`` when the run was asked to stop meanwhile.
-    :raises CdcError: what must not be tried again, or what has been tried often enough.
+    :param record: the commit record for the first attempt; each later attempt reads its own.
+    :param attempt: does the work; must close everything that it opened if it raises.
+    :returns: the result of the last attempt; ``None`` if the run was asked to stop in the meantime.
+    :raises CdcError: if an error does not allow a retry, or if the strategy allows no further one.
     """
     try:
         _look_at_slot(run)
@@ -56,15 +55,15 @@ def keep_trying(run: Run, record: Record, attempt: Callable[[Record], T]) -> T |
 
 @contextlib.contextmanager
 def _fenced(run: Run) -> Iterator[None]:
-    """Keep others from taking over.
+    """Keep other runs from taking over during the block.
 
-    :raises Fenced: when another has.
+    :raises Fenced: if another run has taken over.
     """
     with contextlib.ExitStack() as fence:
         try:
             fence.enter_context(run.commit_record.fenced(run.epoch))
         except _UNREACHABLE:
-            # Nobody can take over now. Who has before the sink was lost, beats in the state.
+            # No run can take over now. A run that has taken over before the sink was lost has a heartbeat in the state.
             require_latest(run.state, run.epoch)
         yield
 
@@ -82,13 +81,13 @@ def _attempts(run: Run, record: Record, attempt: Callable[[Record], T]) -> T | N
             error = driver_failure(e, run.part)
         if error.retry is not Retry.RETRY:
             if isinstance(error, Refused):
-                # A run that has taken over may have made slot and publication anew: that it has is what to say then.
+                # A run that has taken over may have recreated slot and publication. In this case, report the takeover.
                 with _fenced(run):
                     pass
             raise error
-        if run.stopping:  # whoever ends all processes of a job ends Spark's JVM, too
+        if run.stopping:  # a stop that ends all processes of a job also ends Spark's JVM
             break
-        if isinstance(error, SparkLost):  # a session does not come back
+        if isinstance(error, SparkLost):  # a lost session cannot be restored
             raise error
         before, committed = committed, run.committed
         failures.append(Failure(time.monotonic(), before is not None and committed != before))
@@ -100,7 +99,7 @@ def _attempts(run: Run, record: Record, attempt: Callable[[Record], T]) -> T | N
 
 
 def _await(run: Run, following: Attempt, error: CdcError) -> None:
-    """Wait for the next attempt, in sight of everybody; not longer than until the run is asked to stop."""
+    """Wait for the next attempt or until the run is asked to stop, and show in the progress that the job waits."""
     _log.warning(
         "%s: %s: %s. Attempt %d of %d begins in %g s.",
         run.part,
@@ -130,7 +129,7 @@ def _await(run: Run, following: Attempt, error: CdcError) -> None:
 
 
 def _look_at_slot(run: Run) -> None:
-    """Hold the slot against its budget; the source may itself be what is waited for."""
+    """Compare the slot with its budget, if the source can be reached; it may be the cause of the wait."""
     state = run.look_at_slot()
     if state is not None:
         run.budget.look(state)

@@ -1,8 +1,7 @@
-"""A run of a pipeline: who may write, under which epoch, and that it is alive.
+"""A run of a pipeline: its epoch, which permits it to write, and its heartbeat, which shows that it is alive.
 
-One run owns the epoch and hands it to its parts. A part beats its heart in the
-state location; a second writer is refused while that heart beats, and fenced by
-the epoch in any case.
+One run owns the epoch and passes it to its parts. Each part writes a heartbeat into the state location. A second writer
+is refused while there are heartbeats, and is fenced by the epoch in any case.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from airflow_cdc_provider.engine.core.errors import (
     StateUnwritable,
     StreamFailed,
 )
+from airflow_cdc_provider.engine.core.piece_store import PieceStore
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.signals import ending_gracefully
 from airflow_cdc_provider.engine.core.typed_json import as_type
@@ -66,17 +66,17 @@ from airflow_cdc_provider.engine.state.location import refuse_others
 _log = logging.getLogger(__name__)
 _BEAT_SECONDS = 2.0
 KILL_SECONDS = 4.0
-"""So long a job that is to be killed may take to end its unit."""
+"""Seconds that a job gets to finish its unit before it is killed."""
 
 
 def budget_of(pipeline: Pipeline) -> Budget:
-    """The slot's budget that a pipeline file sets."""
+    """Return the slot's budget that a pipeline file sets."""
     return Budget(pipeline.stream.max_retained_wal, pipeline.stream.on_max_retained_wal)
 
 
 @dataclass
 class _Vitals:
-    """What the branches of a part have in common."""
+    """The data that the branches of a part share."""
 
     progress: dict[str, Any] = field(default_factory=dict)
     began_with: str | int | None = None
@@ -86,9 +86,9 @@ class _Vitals:
 class Run:
     """A part of a run while it works; see :func:`run_part`.
 
-    :ivar commit_record: of all its sinks.
-    :ivar depot: the sink in which pieces of the log are deposited that are too large to pass through Spark.
-    :ivar branches: for each sink the part as if it worked for that alone; itself, if it has one.
+    :ivar commit_record: the commit record of all its sinks.
+    :ivar piece_store: the first sink, which stores pieces of the log that are too large to pass through Spark.
+    :ivar branches: for each sink the part with that sink alone; the part itself if it has only one.
     """
 
     def __init__(self, pipeline: Pipeline, state: State, part: str, epoch: int, lag: Lag | None = None) -> None:
@@ -112,7 +112,7 @@ class Run:
         self._stop = threading.Event()
         self._ended = threading.Event()
         self._beaten = 0.0
-        self.depot = sink_of(pipeline.branches[0], part)
+        self.piece_store: PieceStore = sink_of(pipeline.branches[0], part)
         self.branches: tuple[Run, ...] = (self,)
         if len(pipeline.sinks) > 1:
             self.branches = tuple(self._branch(branch) for branch in pipeline.branches)
@@ -124,12 +124,12 @@ class Run:
 
     @property
     def sink(self) -> Sink:
-        """The sink of a branch."""
+        """Return the sink of a branch."""
         return cast(Sink, self.commit_record)
 
     @property
     def progress(self) -> dict[str, Any]:
-        """What the part has done, see ``status``; the same for all branches."""
+        """Return the work that the part has done, see ``status``; it is the same for all branches."""
         return self._vitals.progress
 
     @progress.setter
@@ -140,50 +140,50 @@ class Run:
 
     @property
     def committed(self) -> str | int | None:
-        """What the part says that it has committed: a stream's position, a snapshot's chunks; nothing before that."""
+        """Return the part's committed work: a stream's position, a snapshot's number of chunks, or ``None`` so far."""
         found: str | int | None = self.progress.get("applied_lsn", self.progress.get("finished"))
         return found
 
     @property
     def stopping(self) -> bool:
-        """Whether the part has been asked to end, by a signal or by ``airflow-cdc stop``."""
+        """Return whether the part has been asked to end, by a signal or by ``airflow-cdc stop``."""
         return self._stop.is_set()
 
     def wait(self, seconds: float) -> None:
-        """Wait, but not longer than until the part is asked to end."""
+        """Wait for some seconds, or until the part is asked to end."""
         self._stop.wait(seconds)
 
     def ask_to_stop(self) -> None:
-        """Let the part end after its current unit."""
+        """Ask the part to end after its current unit."""
         self._stop.set()
 
     def read_from(self, source: SourceSettings) -> None:
-        """Work by other settings of the source from now on: the file has been edited meanwhile."""
+        """Use other settings of the source from now on, because the file has been edited in the meantime."""
         for run in {self, *self.branches}:
             run.pipeline = replace(run.pipeline, source=source)
             run.source = attached(run.pipeline)
 
     def name_application(self, application: str, ui: str | None) -> None:
-        """Say from now on which Spark application the part is, and at which address its web UI is."""
+        """Set the Spark application of the part and the address of its web UI, which heartbeats then contain."""
         self._application, self._ui = application, ui
 
     def look_at_slot(self) -> SlotState | None:
-        """Look how far the slot is; ``None`` when there is none, or the source cannot be reached."""
+        """Read and record the slot's state; ``None`` if there is no slot, or the source cannot be reached."""
         found = self.source.look_at_slot()
         if found is not None:
-            self.lag.see(found)
+            self.lag.observe_slot(found)
         return found
 
     def report(self) -> dict[str, Any]:
-        """The progress of the part, see ``status``."""
+        """Return the progress of the part, see ``status``."""
         progressed = self.committed != self._vitals.began_with
         progress = {**self.progress, **self.lag.as_dict(), "restarts": self.restarts, "progressed": progressed}
-        if "changes" in progress:  # a stream is idle for most of its time, and its rate of before says nothing then
+        if "changes" in progress:  # a stream is idle most of the time, so its average rate is meaningless
             progress["rows_per_second"] = self._rate.of(progress["changes"])
         return progress
 
     def beat(self, ended: bool = False) -> None:
-        """Write the heartbeat and look for a request to stop."""
+        """Write the heartbeat, and check for a request to stop."""
         owner = Owner.this()
         heartbeat = Heartbeat(
             owner,
@@ -208,15 +208,15 @@ class Run:
         self._beaten = time.monotonic()
 
     def check(self) -> None:
-        """Raise what the heartbeat's thread ran into."""
+        """Raise the error of the heartbeat's thread, if there is one."""
         if self._vitals.beat_lost is not None:
             raise self._vitals.beat_lost
 
     def try_beat(self) -> None:
-        """Beat if the state lets us. While others still take the part for alive, a failure is nothing to end it for."""
+        """Write the heartbeat if possible; a failure does not end the part while others still consider it alive."""
         try:
             self.beat()
-        except Exception as e:  # whatever a file system of fsspec raises
+        except Exception as e:  # any error of a file system of fsspec
             if time.monotonic() - self._beaten < STALE_SECONDS:
                 _log.warning("%s: no heartbeat: %s", self.part, e)
                 return
@@ -227,7 +227,7 @@ class Run:
             )
 
     def keep_beating(self) -> None:
-        """Beat until the part ends; runs in a thread."""
+        """Write heartbeats until the part ends; runs in a thread."""
         while self._vitals.beat_lost is None and not self._ended.wait(_BEAT_SECONDS):
             self.try_beat()
             since = self._unwanted_since
@@ -237,12 +237,12 @@ class Run:
                 self.remember()
 
     def _abandon(self) -> None:
-        """End this process, whatever it is at. On a cluster nobody else can be relied on to do it."""
+        """End this process immediately, because on a cluster no other process can be relied on to do it."""
         error = StreamFailed(
-            f"{self.part} was broken off {KILL_SECONDS:g} seconds after it had been asked to end",
-            "Start again: what has been committed stays.",
+            f"{self.part} was ended {KILL_SECONDS:g} seconds after it had been asked to end",
+            "Start the pipeline again; committed data remains.",
         )
-        # Also when the state keeps it waiting.
+        # End the process even if the state does not respond.
         threading.Timer(KILL_SECONDS, os._exit, [int(ExitCode.FAILED)]).start()
         try:
             submission.end(self.state, self._submission or "", error=submission.as_outcome(error))
@@ -250,41 +250,41 @@ class Run:
             os._exit(ExitCode.FAILED)
 
     def remember(self) -> None:
-        """Write what has been done since the last time into the history."""
+        """Write the progress since the last time into the history."""
         self.history.sample(self.report())
         self.history.write()
 
     def record_error(self, error: CdcError) -> None:
-        """Leave an error where ``status`` and Airflow find it; the part itself may go on."""
+        """Write an error into the state for ``status`` and Airflow; the part itself may continue."""
         self.history.error(error)
         error.noted = True
         if not is_of_later_run(self.state, self.epoch, error):
             self.state.write(ERROR_FILE, as_recorded(error, self.part))
 
     def end(self) -> None:
-        """Stop beating."""
+        """Stop writing heartbeats."""
         self._ended.set()
 
 
 @contextmanager
 def run_part(pipeline: Pipeline, part: str, epoch: int | None, takeover: bool = False) -> Iterator[tuple[Run, Record]]:
-    """Work on a pipeline: through the gate, under an epoch, with a heart that beats.
+    """Work on a pipeline during the block: pass the gate, hold an epoch, and write heartbeats.
 
     :param part: name of the part of the run.
-    :param epoch: the epoch of the run this is a part of; ``None`` to take a new one.
-    :raises SecondWriter: when another process works on it.
-    :raises Fenced: when ``epoch`` is no longer the pipeline's.
-    :raises GateClosed: when the source cannot continue the sink's record.
-    :raises ConfigError: when it is to serve metrics, and cannot; or when the state is that of another pipeline.
+    :param epoch: the epoch of the run that the part belongs to; ``None`` to take a new one.
+    :raises SecondWriter: if another process works on the pipeline.
+    :raises Fenced: if ``epoch`` is no longer the pipeline's.
+    :raises GateClosed: if the source cannot continue the sink's record.
+    :raises ConfigError: if metrics are configured but cannot be served, or if the state belongs to another pipeline.
     """
     require_client(pipeline)
     state = State(pipeline.state)
     refuse_others(state, pipeline.name)
-    existing_record(pipeline)  # without one there is no state yet, in which an error could be left
+    existing_record(pipeline)  # without a record there is no state yet that could store an error
     try:
         record = _enter(pipeline, state, part, epoch, takeover)
     except (SecondWriter, Fenced):
-        raise  # the state is the other run's
+        raise  # the state belongs to the other run
     except CdcError as e:
         record_error(state, part, e)
         raise
@@ -297,7 +297,7 @@ def run_part(pipeline: Pipeline, part: str, epoch: int | None, takeover: bool = 
         thread.start()
         try:
             yield run, record
-            # While a restart is waited for, a server is out of reach.
+            # If the part is waiting for a restart, a server is unreachable.
             if part == STREAM and "restart" not in run.progress:
                 run.source.leave(run.epoch, [branch.sink for branch in run.branches])
         except CdcError as e:
@@ -308,7 +308,7 @@ def run_part(pipeline: Pipeline, part: str, epoch: int | None, takeover: bool = 
             run.end()
             thread.join()
             run.remember()
-            with contextlib.suppress(CdcError):  # the part's own error, if any, says more
+            with contextlib.suppress(CdcError):  # the part's own error, if any, matters more
                 run.beat(ended=True)
 
 
@@ -317,7 +317,7 @@ def _enter(pipeline: Pipeline, state: State, part: str, epoch: int | None, takeo
     record = existing_record(pipeline)
     if epoch is None:
         epoch = take_epoch(pipeline, state, takeover)
-        record = existing_record(pipeline)  # the run that was taken over may have committed until then
+        record = existing_record(pipeline)  # the run that lost its epoch may have committed until then
     else:
         refuse_second_writer(state, epoch, part, takeover)
     require_epoch(record, epoch)
@@ -326,15 +326,15 @@ def _enter(pipeline: Pipeline, state: State, part: str, epoch: int | None, takeo
 
 
 def rejoin(run: Run) -> Record:
-    """Go on with a run whose connections broke: fence and gate as at a start, under the epoch that it has.
+    """Continue a run whose connections broke: pass fence and gate as at a start, under the same epoch.
 
-    What the broken connections have left on the servers is ended, as nobody knows when these notice, and has
-    committed, or never will, before the record is read.
+    The sessions of the broken connections are ended, because servers may notice the break late. Thus before the record
+    is read, these sessions have either committed or never will.
 
     :returns: the commit record.
-    :raises Blocked: when they cannot be ended.
-    :raises Fenced: when another run has taken the epoch meanwhile.
-    :raises GateClosed: when the source cannot continue the sink's record.
+    :raises Blocked: if the sessions cannot be ended.
+    :raises Fenced: if another run has taken the epoch in the meantime.
+    :raises GateClosed: if the source cannot continue the sink's record.
     """
     pipeline = run.pipeline
     if existing_record(pipeline).epoch == run.epoch:
@@ -352,7 +352,7 @@ def _owners(values: dict[str, Any]) -> list[dict[str, Any]]:
 
 @contextmanager
 def _signals(run: Run) -> Iterator[None]:
-    """Let signals stop the part gracefully; only the main thread can say so where no command listens to them."""
+    """Let signals stop the part gracefully; without a command that handles them, only the main thread can do so."""
     with ending_gracefully(run.ask_to_stop) as listening:
         if listening or threading.current_thread() is not threading.main_thread():
             yield

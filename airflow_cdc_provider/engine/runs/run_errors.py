@@ -1,4 +1,4 @@
-"""What ended the last run, and requests to stop, in the state."""
+"""The error that ended the last run, and requests to stop, as stored in the state."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ ERROR_FILE = "error.json"
 
 
 def record_error(state: State, part: str, error: CdcError) -> None:
-    """Leave an error where ``status`` and Airflow find it: for a part, or a command, that is no :class:`Run`."""
+    """Write an error into the state for ``status`` and Airflow; for a part or command without a :class:`Run`."""
     note_error(state, part, error)
     state.write(ERROR_FILE, as_recorded(error, part))
 
 
 def note_error(state: State, part: str, error: CdcError) -> None:
-    """Leave an error in the history only: for a command on whose success the pipeline does not depend."""
+    """Write an error only into the history, for a command that the pipeline does not depend on."""
     history = History(state, part)
     history.error(error)
     history.write()
@@ -39,7 +39,7 @@ def note_error(state: State, part: str, error: CdcError) -> None:
 
 
 def is_of_later_run(state: State, epoch: int, error: CdcError) -> bool:
-    """Return whether an error says no more than that another run has taken over, to which the state belongs then."""
+    """Return whether an error only means that another run has taken over, which then owns the state."""
     return isinstance(error, Fenced) and any(beat.epoch > epoch for beat in read_heartbeats(state))
 
 
@@ -48,7 +48,7 @@ def as_recorded(error: CdcError, part: str) -> dict[str, Any]:
 
 
 def last_error(state: State) -> dict[str, Any] | None:
-    """Return the error that ended the last run, or a command since, with its ``part`` and ``at``, if one did."""
+    """Return the error that ended the last run or a later command, with its ``part`` and ``at``, if there is one."""
     return state.read_sound(ERROR_FILE, _recorded)
 
 
@@ -59,16 +59,16 @@ def _recorded(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def forget_error(state: State, part: str) -> None:
-    """Remove the last error if it is of a part, or command, that works by now; provisioning begins a new run."""
+    """Remove the last error if it belongs to a part or command that works now; provisioning begins a new run."""
     error = last_error(state)
     if error is not None and part in (PROVISION, error.get("part")):
         state.remove(ERROR_FILE)
 
 
 def request_stop(state: State) -> list[str]:
-    """Ask the jobs that are alive to end after their current unit, and Airflow not to begin again those that died.
+    """Ask the jobs that are alive to end after their current unit, and Airflow not to restart those that died.
 
-    Jobs that come later are not concerned.
+    Later jobs are not affected.
 
     :returns: the parts that were asked.
     """
@@ -79,7 +79,7 @@ def request_stop(state: State) -> list[str]:
     if owners:
         state.write(STOP_FILE, {"owners": owners})
     submitted = {each.id: each.part for each in submission.awaited(state)}
-    # One that is alive need not be the latest of its part: another Dag may have begun one, and failed.
+    # A job that is alive need not be the latest of its part: another Dag may have started one that failed.
     submitted |= {beat.submission: beat.part for beat in alive if beat.submission is not None}
     for id_ in submitted:
         submission.ask_to_stop(state, id_, submission.Asker.USER)

@@ -1,4 +1,4 @@
-"""What is checked of a pipeline's sinks, whatever its source is."""
+"""Checks of a pipeline's sinks that do not depend on its source."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from airflow_cdc_provider.engine.runs.commit_records import sink_of
 def check_sinks(
     checks: Checks, pipeline: Pipeline, tables: Sequence[Table] | None, source: SourceIdentity | None
 ) -> list[Record]:
-    """Check the sinks of a pipeline; changes nothing.
+    """Check the sinks of a pipeline without changing anything.
 
-    :param tables: that would be captured; ``None`` when they are not known.
+    :param tables: the tables that would be captured; ``None`` if they are not known.
     :param source: see :meth:`.SinkPlugin.check`.
-    :returns: the commit records of the sinks that have one; those of sinks that cannot be asked are not among them.
+    :returns: the commit records of the sinks that have one and that can be reached.
     """
     records = []
     for branch in pipeline.branches:
-        with suppress(CdcError, *DRIVER_ERRORS):  # what is wrong with a record is a matter of provisioning
+        with suppress(CdcError, *DRIVER_ERRORS):  # provisioning reports problems of a record
             if (record := sink_of(branch).record()) is not None:
                 records.append(record)
                 if checks.run("mode", partial(require_mode, branch, record.identity)) is None:
-                    continue  # what stands in the way of the other mode does not matter
+                    continue  # obstacles to the other mode do not matter
         check_targets(checks, branch, tables, source)
     if len(pipeline.sinks) > 1:
         checks.run("sinks", partial(_sinks, pipeline))
@@ -44,7 +44,7 @@ def check_sinks(
 def check_targets(
     checks: Checks, branch: Pipeline, tables: Sequence[Table] | None, source: SourceIdentity | None
 ) -> None:
-    """Check a sink, and the targets of tables in it; see :func:`check_sinks`."""
+    """Check a sink and the targets of tables in it; see :func:`check_sinks`."""
     if tables is not None:
         checks.run("names", partial(changelog_names, branch, tables))
     plugin, targets = sink_plugin(branch.sink.type), None if tables is None else targets_of(branch, tables)
@@ -57,45 +57,45 @@ def targets_of(branch: Pipeline, tables: Sequence[Table]) -> list[Target]:
 
 
 def target_for(branch: Pipeline, table: Table) -> Target:
-    """Return the target of a table in the sink of a branch, as it is defined after the pipeline's row transform."""
+    """Return the target of a table in the sink of a branch, as defined after the pipeline's row transform."""
     return Target(branch.transform.table(table), *target_name(branch, table))
 
 
 def require_mode(branch: Pipeline, identity: Mapping[str, Any]) -> str:
-    """Refuse another mode than that of what has been written, which the file may not change.
+    """Refuse a mode other than the one that was provisioned, because the mode must not change.
 
-    :param identity: of the commit record.
+    :param identity: the ``identity`` of the commit record.
     :returns: a sentence.
-    :raises ConfigError: naming both.
+    :raises ConfigError: if the modes differ; names both.
     """
     if identity["mode"] != branch.sink.mode:
         raise ConfigError(
-            f"sink.mode: {branch.sink.mode!r}, but the pipeline has been provisioned as {identity['mode']!r}"
+            f"sink.mode is {branch.sink.mode!r}, but the pipeline has been provisioned as {identity['mode']!r}"
             f" in {branch.sink.place}",
-            "Put the mode back, or use another pipeline name for the other mode.",
+            "Restore the former mode in the file, or use another pipeline name for the new mode.",
         )
-    return f"What has been written to {branch.sink.place} is a {branch.sink.mode}, as the file has it."
+    return f"The data in {branch.sink.place} is a {branch.sink.mode}, as configured in the file."
 
 
 def target_name(pipeline: Pipeline, table: Table) -> tuple[str, str]:
-    """Schema and name of the target of a source table."""
+    """Return schema and name of the target of a source table."""
     return pipeline.sink.schema.replace("{schema}", table.schema), table.name
 
 
 def _sinks(pipeline: Pipeline) -> str:
-    """Check that no store is named twice: it has one commit record for a pipeline."""
+    """Check that no store is named twice, because it has only one commit record for a pipeline."""
     places = Counter((sink.type, sink.place) for sink in pipeline.sinks)
     for (_, place), count in places.items():
         if count > 1:
-            raise ConfigError(f"sink: {place} is named twice", "Fill it a second time by a pipeline of another name.")
+            raise ConfigError(f"sink: {place} is named twice", "Use a pipeline of another name to write to it again.")
     return "No sink is named twice."
 
 
 def require_own_targets(pipeline: Pipeline, tables: Sequence[Table]) -> str:
-    """Refuse two tables that would share a target.
+    """Refuse tables that would share a target.
 
     :returns: a sentence.
-    :raises ConfigError: naming the target.
+    :raises ConfigError: if there are such tables; names the target.
     """
     counts = Counter(target_name(pipeline, table) for table in tables)
     for (schema, name), count in counts.items():
@@ -104,16 +104,16 @@ def require_own_targets(pipeline: Pipeline, tables: Sequence[Table]) -> str:
                 f"sink.schema: {count} source tables would share the target {schema}.{name}",
                 "Use {schema} in sink.schema, or capture one of them in another pipeline.",
             )
-    return "Every table has a target of its own."
+    return "Every table has its own target."
 
 
 def changelog_names(pipeline: Pipeline, tables: Sequence[Table]) -> str:
-    """Refuse columns of names that a changelog gives columns of its own."""
+    """Refuse columns whose names a changelog uses for its own columns."""
     for table in tables if pipeline.sink.mode == "changelog" else ():
         if taken := sorted(CHANGELOG_NAMES & {column.name for column in table.columns}):
             raise ConfigError(
                 f"{pipeline.source.columns_key}: {table.label} has columns of the names {', '.join(taken)}, which the"
-                " changelog gives columns of its own",
-                "Leave them out with `columns`, rename them at the source (in `sql` by AS), or use sink.mode: mirror.",
+                " changelog uses for its own columns",
+                "Exclude them with `columns`, rename them at the source (in `sql` with AS), or use sink.mode: mirror.",
             )
     return "No column has a name that the changelog needs."

@@ -1,7 +1,7 @@
-"""What a run asks of its source: to be let in, to be gone on with after an outage, and to end what earlier runs left.
+"""The interface of a source for runs: entering, continuing after an outage, and ending readers of earlier runs.
 
-A run owns the epoch, and the source what is at the other end: a replication slot and who reads from it, or offsets of
-topics. The rest of a source's contract is :class:`.sources.contract.Source`.
+A run owns the epoch, and the source owns the other end: a replication slot with its readers, or offsets of topics. The
+rest of a source's contract is :class:`.sources.contract.Source`.
 """
 
 from __future__ import annotations
@@ -19,79 +19,80 @@ from airflow_cdc_provider.engine.postgres.slots import SlotState
 from airflow_cdc_provider.engine.sinks.contract import CommitRecord, Sink
 
 Fence = Callable[[], AbstractContextManager[None]]
-"""Entered, it keeps others from taking the epoch, or raises :class:`.Fenced` when another run has it."""
+"""Returns a context that keeps others from taking the epoch; entering it raises :class:`.Fenced` if another run has it.
+"""
 
 
 class AttachedSource(Protocol):
-    """The source of one pipeline, for its runs. Nothing is connected before a method is called."""
+    """The source of one pipeline, for its runs. It connects only when a method is called."""
 
     @property
     def slot(self) -> str:
-        """Name of the replication slot that is read; empty where the source has none."""
+        """Return the name of the replication slot that is read; empty if the source has none."""
 
     @property
     def without_record(self) -> str:
-        """What to do when a sink has no commit record of the pipeline."""
+        """Return the remedy for a sink that has no commit record of the pipeline."""
 
     def without_targets(self, gone: Sequence[Target], record: Record) -> str:
-        """Return what to do when target tables are gone."""
+        """Return the remedy for missing target tables."""
 
     def take_epoch(self, record: Record, records: CommitRecord, owner: str) -> int:
-        """Take the epoch, see :meth:`.CommitRecord.take_epoch`, and end what earlier runs have at the source.
+        """Take the epoch, see :meth:`.CommitRecord.take_epoch`, and end the readers of earlier runs at the source.
 
-        :param record: as it stands before.
-        :param owner: the process that takes it.
+        :param record: the record before the epoch is taken.
+        :param owner: the process that takes the epoch.
         :returns: the epoch.
-        :raises GateClosed: when nothing can be read from the source, before the epoch is taken.
-        :raises SecondWriter: when somebody who is no run of the pipeline reads from the slot.
+        :raises GateClosed: if the source cannot be read; raised before the epoch is taken.
+        :raises SecondWriter: if a session that does not belong to the pipeline reads the slot.
         """
 
     def enter(self, part: str) -> None:
-        """Let a part of a run in, under an epoch that it has, and note in the records how the source has moved on.
+        """Let a part of a run pass the gate under its epoch, and record changes of the source's identity.
 
-        :raises GateClosed: when the source cannot continue what the sinks have, or target tables are gone.
+        :raises GateClosed: if the source cannot continue the sinks' records, or if target tables are missing.
         """
 
     def leave(self, epoch: int, sinks: Sequence[Sink]) -> None:
-        """Note in the records where a stream that ends leaves the source.
+        """Record the state in which a stream that ends leaves the source.
 
-        :param epoch: of the run. Nothing is noted when another has taken over.
-        :param sinks: of the pipeline's branches, in their order.
+        :param epoch: the epoch of the run. Nothing is recorded if another run has taken over.
+        :param sinks: the sinks of the pipeline's branches, in order.
         """
 
     def end_readers(self, fence: Fence) -> None:
-        """End what a stream of this run has left at the source when its connections broke.
+        """End the readers that a stream of this run has left at the source when its connections broke.
 
-        :raises Blocked: when it cannot be ended.
+        :raises Blocked: if they cannot be ended.
         """
 
     def look_at_slot(self) -> SlotState | None:
-        """Look how far the slot is; ``None`` when there is none, or the source cannot be reached."""
+        """Read the slot's state; ``None`` if there is no slot, or the source cannot be reached."""
 
     def give_up_slot(self, exceeded: SlotBudgetExceeded, fence: Fence) -> None:
-        """Drop the slot, which has kept more of the log than it may.
+        """Drop the slot, which retains more log than allowed.
 
-        :raises SlotBudgetExceeded: saying why, when the slot cannot be dropped.
+        :raises SlotBudgetExceeded: if the slot cannot be dropped; states the reason.
         """
 
 
 class SourcePlugin(Protocol):
-    """A kind of sources: made once, without arguments, by the name in ``source.type``.
+    """A kind of source, created once without arguments for its name in ``source.type``.
 
-    Importing its module imports neither driver nor Spark, as that is done where Dags are parsed.
+    Its module must not import a driver or Spark, because it is also imported where Dags are parsed.
     """
 
     @property
     def settings(self) -> type[SourceSettings]:
-        """The class of the section."""
+        """Return the class of the section."""
 
     def attach(self, pipeline: Pipeline) -> AttachedSource:
-        """Return the source of a pipeline; all of :class:`.sources.contract.Source`. Nothing is connected yet."""
+        """Return the source of a pipeline, a :class:`.sources.contract.Source`, without connecting to it."""
 
 
 def attached(pipeline: Pipeline) -> AttachedSource:
-    """Return the source of a pipeline, as its runs ask it.
+    """Return the source of a pipeline for its runs.
 
-    :raises ConfigError: when its kind cannot be loaded.
+    :raises ConfigError: if its kind cannot be loaded.
     """
     return cast(SourcePlugin, source_kind(pipeline.source.type)).attach(pipeline)

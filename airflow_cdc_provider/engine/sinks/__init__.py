@@ -1,1 +1,1 @@
-"""Where rows go: the contract of a sink, and a folder for each kind."""
+"""Sinks: the contract, and a package for each kind."""

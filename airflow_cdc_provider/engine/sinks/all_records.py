@@ -1,12 +1,12 @@
-"""The commit records of a pipeline with several sinks, seen as one.
+"""Merges the commit records of a pipeline with several sinks into one.
 
-Each sink has a record of its own, and is filled as if it were alone; only the slot is shared. What the pipeline as a
-whole has done is what all of them have: the lowest applied LSN, and the chunks that none of them lacks.
+Each sink has its own record, and is filled as if it were alone; only the slot is shared. The merged record contains
+what all sinks have: the lowest applied LSN, and the chunks that none of them lacks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,14 +15,14 @@ from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.record import ChunkRecord, Record
 from airflow_cdc_provider.engine.sinks.contract import CommitRecord
 
-# Epochs are milliseconds: the clocks of all sinks agree on one that lies this far ahead of the fastest; further each
-# time, until taking it in all of them is quicker.
+# Epochs are milliseconds. The next attempt asks for an epoch this far ahead of the fastest clock, and twice as far each
+# time, until all sinks can take the same one.
 _AHEAD = 1000
 
 
 @dataclass(frozen=True)
 class SeveralRecords:
-    """See :class:`.CommitRecord`.
+    """The commit records of several sinks as one :class:`.CommitRecord`.
 
     :param sinks: at least one.
     """
@@ -30,17 +30,17 @@ class SeveralRecords:
     sinks: Sequence[CommitRecord]
 
     def identity(self) -> Mapping[str, Any]:
-        """See :meth:`.CommitRecord.identity`."""
+        """Return the identities of all sinks."""
         return {"sinks": [sink.identity() for sink in self.sinks]}
 
     def record(self) -> Record | None:
-        """The records as one; ``None`` as long as a sink has none."""
+        """Return the merged record; ``None`` while a sink has none."""
         records = [sink.record() for sink in self.sinks]
         found = [record for record in records if record is not None]
         return merged(found) if len(found) == len(records) else None
 
     def take_epoch(self, owner: str, at_least: int = 0) -> int:
-        """See :meth:`.CommitRecord.take_epoch`: the same number in all of them."""
+        """Take the same epoch in all sinks, and return it."""
         ahead = _AHEAD
         while True:
             taken = [sink.take_epoch(owner, at_least) for sink in self.sinks]
@@ -51,35 +51,30 @@ class SeveralRecords:
 
     @contextmanager
     def fenced(self, epoch: int) -> Iterator[None]:
-        """See :meth:`.CommitRecord.fenced`."""
+        """Keep others from taking the epoch in any sink within the block."""
         with ExitStack() as stack:
             for sink in self.sinks:
                 stack.enter_context(sink.fenced(epoch))
             yield
 
     def end_sessions(self) -> None:
-        """See :meth:`.CommitRecord.end_sessions`."""
+        """End open sessions in all sinks."""
         for sink in self.sinks:
             sink.end_sessions()
 
     def sweep(self, epoch: int) -> None:
-        """See :meth:`.CommitRecord.sweep`."""
+        """Remove everything staged in all sinks."""
         for sink in self.sinks:
             sink.sweep(epoch)
 
-    def discard(self, epoch: int, names: Collection[str] | None = None) -> None:
-        """See :meth:`.CommitRecord.discard`."""
-        for sink in self.sinks:
-            sink.discard(epoch, names)
-
     def drop(self) -> None:
-        """See :meth:`.CommitRecord.drop`."""
+        """Remove the commit records, everything staged and all deposits."""
         for sink in self.sinks:
             sink.drop()
 
 
 def merged(records: Sequence[Record]) -> Record:
-    """What all of some records say: a chunk is finished if it is in each of them that has it."""
+    """Return what all records have in common; a chunk is finished if it is finished in each record that has it."""
     if len(records) == 1:
         return records[0]
     slowest = min(records, key=lambda record: record.applied)
@@ -90,11 +85,11 @@ def merged(records: Sequence[Record]) -> Record:
             chunks[same] = _less_finished(chunks.get(same, chunk), chunk)
     return replace(
         records[0],
-        # If they differ, somebody is taking over.
+        # If they differ, another run is taking over.
         epoch=max(record.epoch for record in records),
         applied=slowest.applied,
         advanced=slowest.advanced,
-        # Of chunks that were planned with other bounds for another sink, an unfinished one stands last.
+        # If sinks have planned a table with different chunks, unfinished chunks come last.
         chunks=tuple(sorted(chunks.values(), key=lambda c: (c.chunk.table, c.chunk.index, c.watermark is None))),
     )
 

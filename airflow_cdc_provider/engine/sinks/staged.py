@@ -1,4 +1,4 @@
-"""What tasks and re-reads hand to a sink, and what it tells of what is staged."""
+"""Data that tasks and re-reads pass to a sink, and descriptions of staged data."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.core.record import Target
-from airflow_cdc_provider.engine.postgres.server_identity import Origin
+from airflow_cdc_provider.engine.postgres.server_identity import ServerIdentity
 
 
 @dataclass(frozen=True)
 class Share:
-    """Where the changes of one table stand in what the changes of several share.
+    """The location of one table's changes in a relation shared with other tables.
 
-    :param number: of its row there.
-    :param types: of the staged columns, as SQL.
+    :param number: number of its row there.
+    :param types: SQL types of the staged columns.
     """
 
     number: int
@@ -26,14 +26,14 @@ class Share:
 
 @dataclass(frozen=True)
 class Staged:
-    """The changes of one table in one piece, as staged: what ``commit`` needs to know of them.
+    """The staged changes of one table in one piece, as needed by ``commit``.
 
-    :param label: the source table.
-    :param relation: name of what was staged, or ``None`` when nothing but a truncate was left.
-    :param rows: rows staged.
+    :param label: label of the source table.
+    :param relation: name of the staged relation; ``None`` if there is only a truncate.
+    :param rows: number of staged rows.
     :param truncate: the table is emptied before the rows are applied.
     :param columns: names of the staged columns, in order.
-    :param share: of it where others have been staged in the same relation.
+    :param share: the location within a relation that other tables share.
     """
 
     label: str
@@ -51,12 +51,12 @@ class StagedPiece:
     :param start: position after which the unit begins, as JSON.
     :param end: position at which the batch ends, as JSON.
     :param index: order of the piece in the batch.
-    :param changes: row changes that the piece held, before filter and collapse.
-    :param xids: the piece's transactions, distinct, as little-endian uint32.
+    :param changes: number of row changes in the piece, before filter and collapse.
+    :param xids: distinct transactions of the piece, as little-endian uint32.
     :param split_truncates: see :class:`.effects.PieceEffects`.
-    :param high: the highest H of all reads that were filtered by.
+    :param high: the highest high watermark of all reads that served as filters.
     :param truncates: by oid of a leaf, the last transaction that truncated it.
-    :param changes_by_table: as ``changes``, by label, of the tables that are captured.
+    :param changes_by_table: as ``changes``, by label of the captured table.
     """
 
     start: str
@@ -72,7 +72,7 @@ class StagedPiece:
 
 
 class MissingValues(Exception):
-    """A unit needs values that neither the stream nor the sink has; ``keys`` says which rows to read again."""
+    """A unit needs values that neither the stream nor the sink has; ``keys`` names the rows to read again."""
 
     def __init__(self, keys: Mapping[str, frozenset[tuple[str, ...]]]) -> None:
         super().__init__("rows must be read again by key")
@@ -80,18 +80,18 @@ class MissingValues(Exception):
 
 
 class RowsNeeded(Exception):
-    """A target cannot be given a new definition alone: the rows of its table have to be read again, too."""
+    """A target cannot get a new definition without reading the rows of its table again."""
 
 
 @dataclass(frozen=True)
 class CopiedChunk:
     """A chunk that a task has read and written, for :meth:`Sink.commit_chunks`.
 
-    :param origin: the server that its rows come from.
-    :param written: what :meth:`Sink.write_chunk` returned.
+    :param origin: the server of its rows.
+    :param written: result of :meth:`Sink.write_chunk`.
     """
 
     target: Target
     chunk: Chunk
-    origin: Origin
+    origin: ServerIdentity
     written: Any

@@ -1,12 +1,12 @@
 """The contract of a source: what commands and runs ask of it, and what they may rely on.
 
-Delivery: a source hands every change to the sinks at least once, in the order of its log, and begins again where the
-commit records say. That nothing arrives twice is for the sinks, which know what they have.
+Delivery: a source hands every change to the sinks at least once, in the order of its log, and resumes at the position
+given by the commit records. The sinks drop what they already have, so that nothing is applied twice.
 
-Order: a unit of the stream ends where transactions or messages do, and is committed by all sinks before the source is
-told that it may forget what the unit was made of.
+Order: a unit of the stream ends at a boundary of transactions or messages. All sinks commit the unit before the source
+gets permission to discard the data behind it.
 
-Concurrency: one run at a time has the epoch, see :mod:`.runs.source`; commands that only look may be at work beside it.
+Concurrency: one run at a time has the epoch, see :mod:`.runs.source`. Read-only commands may run at the same time.
 
 A source of another package is registered by an entry point, see :mod:`.registry`.
 """
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 Follow = Callable[["SparkSession", Run, Record, Callable[[StreamProgress], None]], StreamProgress]
-"""Follows the source from where a record says, and tells how far it is about once a second."""
+"""Follows the source from the position in a record, and reports its progress about once a second."""
 Reached = Callable[[StreamProgress], bool]
-"""Tells whether a stream has come as far as it was asked to."""
+"""Returns whether a stream has reached the requested end."""
 TellTable = Callable[[str, int, int], None]
-"""Called with a table's label, and how much of how much of it has been compared."""
+"""Called with a table's label, the amount compared so far, and the total amount."""
 
 
 @dataclass(frozen=True)
 class CheckedSource:
-    """What the checks of a source have found.
+    """The findings of the checks of a source.
 
-    :param tables: that would be captured; ``None`` when they are not known, or not without Spark.
-    :param identity: what is read; ``None`` when it cannot be told.
-    :param require_continuation: see :meth:`Source.require_continuation`; ``None`` when the source cannot be asked.
+    :param tables: the tables to capture; ``None`` if they are unknown, or known only to Spark.
+    :param identity: what is read; ``None`` if it cannot be determined.
+    :param require_continuation: see :meth:`Source.require_continuation`; ``None`` if the source cannot be asked.
     """
 
     tables: Sequence[Table] | None = None
@@ -57,13 +57,13 @@ class CheckedSource:
 
 @dataclass(frozen=True)
 class SourceStatus:
-    """What a source says of itself for ``status``.
+    """The state of a source, for ``status``.
 
-    :param lag_bytes: bytes of the log that the sinks have not applied; ``None`` where that is not counted in bytes.
-    :param lag_seconds: how long ago the sinks had all that the source had; ``None`` as above.
-    :param slot: the replication slot; ``None`` where there is none.
-    :param facts: what else is shown, as JSON values.
-    :param trouble: why the source cannot continue what the sinks have; ``None`` if it can, or nobody asked.
+    :param lag_bytes: bytes of the log that the sinks have not applied; ``None`` if the lag is not counted in bytes.
+    :param lag_seconds: seconds since the sinks had everything that the source had; ``None`` as above.
+    :param slot: the replication slot; ``None`` if the source has none.
+    :param facts: further facts to show, as JSON values.
+    :param trouble: why the source cannot continue the sinks; ``None`` if it can, or if this was not checked.
     """
 
     lag_bytes: int | None = None
@@ -74,12 +74,12 @@ class SourceStatus:
 
 
 class Rereads(Protocol):
-    """Reading tables of a source again."""
+    """Reads tables of a source again."""
 
     def check(self, labels: Sequence[str], where: str | None) -> None:
-        """Refuse, before anything is touched, what cannot be read again.
+        """Refuse a re-read that is impossible, before anything is touched.
 
-        :param labels: of tables.
+        :param labels: labels of the tables.
         :param where: a condition on rows.
         """
 
@@ -87,32 +87,32 @@ class Rereads(Protocol):
         """Leave a request for the live stream, and return its name."""
 
     def read(self, run: Run, labels: Sequence[str], where: str | None) -> dict[str, int]:
-        """Read tables again in this process, one after the other; return how many rows of each were written."""
+        """Read tables again in this process, one after the other, and return the number of rows written for each."""
 
     def start_over(self, takeover: bool) -> int:
-        """Make what is at the source anew, and plan all tables to be read again; return the epoch for that.
+        """Recreate the pipeline's objects at the source, and plan to read all tables again; return the new epoch.
 
-        :raises GateClosed: when neither record nor state tell what the pipeline has made.
+        :raises GateClosed: when neither the records nor the state say what the pipeline has created.
         """
 
 
 class Source(AttachedSource, Protocol):
-    """The source of one pipeline. Nothing is connected before a method is called."""
+    """The source of one pipeline. It connects only when a method is called."""
 
     # -- before anything is touched -----------------------------------------------------------------
 
     def checking(self, checks: Checks) -> AbstractContextManager[CheckedSource]:
-        """Check the source without Spark, changing nothing; what was found stays usable as long as the block."""
+        """Check the source without Spark, changing nothing; the findings stay usable within the block."""
 
     @property
     def checks_with_spark(self) -> bool:
-        """Whether :meth:`check_with_spark` finds anything."""
+        """Return whether :meth:`check_with_spark` finds anything."""
 
     def check_with_spark(self, spark: SparkSession) -> list[Finding]:
-        """Check what Spark alone can tell, changing nothing."""
+        """Check what only Spark can determine, changing nothing."""
 
     def require_spark(self, spark: SparkSession) -> None:
-        """Check what a stream needs of Spark, before another one is ended for it.
+        """Check what a stream needs from Spark, before the stream replaces another one.
 
         :raises SparkUnusable: when Spark lacks it.
         """
@@ -122,29 +122,30 @@ class Source(AttachedSource, Protocol):
 
         :param records: the commit records of the sinks that have one.
         :returns: a sentence.
-        :raises GateClosed: naming what differs and the repair.
-        :raises ConfigError: when a record was made with a source of another kind, or the pipeline file leaves out what
-            has been read.
+        :raises GateClosed: naming the difference and the repair.
+        :raises ConfigError: when a record was created with a source of another kind, or the pipeline file leaves out
+            something that has been read.
         """
 
     # -- commands -----------------------------------------------------------------------------------
 
     def joining(self) -> list[str]:
-        """Return the labels of tables that the file has gained, and a live stream could take in."""
+        """Return the labels of tables that the file has gained and that a live stream could add."""
 
     def provision(self, takeover: bool) -> tuple[Record, Mapping[str, Any]]:
-        """Make, or verify, what the pipeline needs at the source, target tables and records; take the epoch of a run.
+        """Create or verify what the pipeline needs at the source, the target tables and records; take the epoch of a
+        run.
 
-        Called after all checks have passed. The ``identity`` of a record that begins is that of
-        :func:`.commit_records.identity_of`; what is noted later leaves its ``source`` and ``mode`` as they are.
+        Called after all checks have passed. The ``identity`` of a new record comes from
+        :func:`.commit_records.identity_of`. Later notes do not change its ``source`` and ``mode``.
 
-        :returns: the commit record, and facts about the source to be shown.
-        :raises CdcError: when something stands in the way; then nothing has been changed, but for sinks that have begun
-            before one that refuses.
+        :returns: the commit record, and facts about the source to show.
+        :raises CdcError: when something prevents it. Nothing has been changed then, except in sinks that were prepared
+            before the one that refused.
         """
 
     def facts(self, record: Record) -> Mapping[str, Any]:
-        """Return the facts about the source that :meth:`provision` does, changing nothing."""
+        """Return the facts about the source that :meth:`provision` returns, changing nothing."""
 
     def copy_chunks(
         self,
@@ -154,51 +155,51 @@ class Source(AttachedSource, Protocol):
         chunks: Sequence[Chunk],
         tell: Callable[[SnapshotProgress], None],
     ) -> None:
-        """Copy chunks that :meth:`provision` has planned, in parallel, each committed with its watermark."""
+        """Copy chunks planned by :meth:`provision` in parallel; each is committed with its watermark."""
 
     def follower(self, record: Record, ending: Ending) -> tuple[Follow, Reached]:
-        """Return what follows the source until an end, and what tells whether it has been reached."""
+        """Return a function that follows the source until an end, and one that tells whether the end is reached."""
 
     def is_finished(self, record: Record) -> bool:
-        """Return whether a pipeline that was to copy only has done so, and has nothing left at the source."""
+        """Return whether a copy-only pipeline has finished, and has nothing left at the source."""
 
     def release(self, record: Record) -> None:
-        """Remove what follows changes at the source, once a pipeline that was to copy only has done so."""
+        """Remove the objects at the source that capture changes, once a copy-only pipeline has finished."""
 
     def status(self, record: Record | None, records: Sequence[Record], judge: bool) -> SourceStatus:
-        """Look where the source is.
+        """Return how far the source is, and whether it can continue.
 
-        :param record: of all sinks as one; ``None`` unless all have one.
-        :param records: of those sinks that have one.
-        :param judge: whether to look if the source can continue them.
-        :raises ConnectionFailed: when it cannot be reached.
+        :param record: the merged record of all sinks; ``None`` unless all have one.
+        :param records: the records of the sinks that have one.
+        :param judge: whether to check that the source can continue these records.
+        :raises ConnectionFailed: when the source cannot be reached.
         """
 
     def verify(self, live: bool, tell: TellTable) -> dict[str, Any]:
         """Compare source and sinks, as JSON values: ``equal``, ``tables``, ``live``, ``lag_bytes``, ``not_compared``.
 
-        :param live: whether a stream is at work meanwhile.
+        :param live: whether a stream is running meanwhile.
         """
 
     def rereads(self, command: str) -> Rereads:
-        """Return what reads tables again.
+        """Return an object that reads tables again.
 
         :raises ConfigError: when the source cannot; naming the command.
         """
 
     def skip(self, topic: str, partition: int, offsets: Iterable[tuple[int, int]], takeover: bool) -> Mapping[str, Any]:
-        """Note messages that are passed over from here on in the sinks' records.
+        """Record in the sinks' records that messages are to be skipped from now on.
 
-        :returns: as JSON values, ``epoch`` and all that are ``skipped`` by now.
-        :raises ConfigError: when the source has no messages, or these cannot be passed over.
+        :returns: as JSON values, ``epoch`` and all messages that are ``skipped`` by now.
+        :raises ConfigError: when the source has no messages, or these messages cannot be skipped.
         """
 
     def remove(self, takeover: bool, source_gone: bool) -> list[str]:
-        """Remove what the pipeline has made at the source, its records and its state; never target tables.
+        """Remove the pipeline's objects at the source, its records and its state; never target tables.
 
-        :param source_gone: go on if the source cannot be reached.
-        :returns: the statements that would remove what may be left there.
-        :raises ConfigError: when another kind of source has filled a sink; then nothing has been removed.
+        :param source_gone: go on even if the source cannot be reached.
+        :returns: statements that remove the objects that may be left at the source.
+        :raises ConfigError: when a source of another kind has filled a sink; nothing has been removed then.
         """
 
 
@@ -210,8 +211,8 @@ def source_of(pipeline: Pipeline) -> Source:
     return cast(Source, attached(pipeline))
 
 
-def trouble_of(require: Callable[[], object]) -> CdcError | None:
-    """Return what a check refuses, if that is not an outage; ``None`` when it passes."""
+def blocking_error(require: Callable[[], object]) -> CdcError | None:
+    """Return the error of a check unless it is an outage; ``None`` when the check passes."""
     try:
         require()
     except (Refused, ConfigError) as e:

@@ -1,7 +1,7 @@
-"""What a source answers that is only read: it has no slot and no chunks, and nothing of a pipeline's is left there.
+"""Base of sources that are only read: they have no slot and no chunks, and the pipeline leaves nothing at them.
 
-What a unit has been made of is noted in the sinks' records, in the commit of the unit. So a run that takes over need
-not end anything at the source, and a pipeline that is dropped leaves nothing.
+The sinks' records say which messages a unit was made of; this is written in the commit of the unit. So a run that takes
+over does not have to end anything at the source, and a dropped pipeline leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from airflow_cdc_provider.engine.runs.commit_records import (
     sink_of,
 )
 from airflow_cdc_provider.engine.runs.progress import SnapshotProgress
-from airflow_cdc_provider.engine.runs.record_copy import forget_ledger, require_same_source
+from airflow_cdc_provider.engine.runs.record_copy import forget_record_copy, require_same_source
 from airflow_cdc_provider.engine.runs.run import Run
 from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer
 from airflow_cdc_provider.engine.runs.source import Fence
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 
 class ReadOnlySource:
-    """A part of :class:`.sources.contract.Source`; a source of this kind adds what is left, and what is otherwise."""
+    """The common part of read-only sources, see :class:`.sources.contract.Source`; subclasses add the rest."""
 
     reads: ClassVar[str]
-    """What is read, for messages, such as ``topics of Kafka``."""
+    """What is read, for messages, such as ``Kafka topics``."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
@@ -48,68 +48,69 @@ class ReadOnlySource:
 
     @property
     def slot(self) -> str:
-        """See :attr:`.AttachedSource.slot`: none."""
+        """Return an empty string, as the source has no slot."""
         return ""
 
     @property
     def without_record(self) -> str:
-        """See :attr:`.AttachedSource.without_record`."""
+        """Return what to do when a sink has no commit record of the pipeline."""
         return (
-            "Run `airflow-cdc provision` (or `run`) first. If the record has been lost, restore it from a backup;"
-            " without one, run `airflow-cdc drop`, empty or drop the target tables, and `run`."
+            "Run `airflow-cdc provision` (or `airflow-cdc run`) first. If the record was lost, restore it from a"
+            " backup; without a backup, run `airflow-cdc drop`, empty or drop the target tables, then run"
+            " `airflow-cdc run`."
         )
 
     def without_targets(self, gone: Sequence[Target], record: Record) -> str:
-        """See :meth:`.AttachedSource.without_targets`."""
-        return "Restore them; or `airflow-cdc drop` the pipeline, and `run` it from the beginning."
+        """Return what to do when target tables are gone."""
+        return "Restore them. Otherwise run `airflow-cdc drop`, then `airflow-cdc run` to begin again."
 
     def take_epoch(self, record: Record, records: CommitRecord, owner: str) -> int:
-        """See :meth:`.AttachedSource.take_epoch`: earlier runs have nothing at the source that could be ended."""
+        """Take the epoch; earlier runs have nothing at the source to be ended."""
         return records.take_epoch(owner)
 
     def enter(self, part: str) -> None:
-        """See :meth:`.AttachedSource.enter`: target tables are there.
+        """Require that the target tables exist.
 
-        What follows the source looks itself, when it begins and while it works, whether that can still be gone on with.
+        The stream itself checks at its start, and while it runs, whether the source can still continue.
         """
         for branch in self.pipeline.branches:
             require_targets(branch, sink_of(branch, part), existing_record(branch))
 
     def leave(self, epoch: int, sinks: Sequence[Sink]) -> None:
-        """See :meth:`.AttachedSource.leave`: all is in the records already."""
+        """Do nothing, as the records already contain everything."""
 
     def end_readers(self, fence: Fence) -> None:
-        """See :meth:`.AttachedSource.end_readers`: there are none."""
+        """Do nothing, as nothing at the source belongs to readers."""
 
     def look_at_slot(self) -> SlotState | None:
-        """See :meth:`.AttachedSource.look_at_slot`: there is none."""
+        """Return ``None``, as the source has no slot."""
         return None
 
     def give_up_slot(self, exceeded: SlotBudgetExceeded, fence: Fence) -> None:
-        """See :meth:`.AttachedSource.give_up_slot`: there is none."""
+        """Do nothing, as the source has no slot."""
 
     # -- before anything is touched -----------------------------------------------------------------
 
     @property
     def checks_with_spark(self) -> bool:
-        """See :attr:`.Source.checks_with_spark`."""
+        """Return false: :meth:`check_with_spark` finds nothing."""
         return False
 
     def check_with_spark(self, spark: SparkSession) -> list[Finding]:
-        """See :meth:`.Source.check_with_spark`."""
+        """Return no findings."""
         return []
 
     def require_spark(self, spark: SparkSession) -> None:
-        """See :meth:`.Source.require_spark`."""
+        """Accept any Spark."""
 
     # -- commands -----------------------------------------------------------------------------------
 
     def joining(self) -> list[str]:
-        """See :meth:`.Source.joining`: none."""
+        """Return no labels: a live stream cannot add tables."""
         return []
 
     def facts(self, record: Record) -> Mapping[str, Any]:
-        """See :meth:`.Source.facts`: none."""
+        """Return no facts."""
         return {}
 
     def copy_chunks(
@@ -120,61 +121,61 @@ class ReadOnlySource:
         chunks: Sequence[Chunk],
         tell: Callable[[SnapshotProgress], None],
     ) -> None:
-        """See :meth:`.Source.copy_chunks`: there are none."""
+        """Do nothing, as the source has no chunks."""
 
     def is_finished(self, record: Record) -> bool:
-        """See :meth:`.Source.is_finished`.
+        """Refuse, as the pipeline cannot be copy-only.
 
-        :raises ConfigError: in any case.
+        :raises ConfigError: always.
         """
         self._refuse_copying_only()
 
     def release(self, record: Record) -> None:
-        """See :meth:`.Source.release`.
+        """Refuse, as the pipeline cannot be copy-only.
 
-        :raises ConfigError: in any case.
+        :raises ConfigError: always.
         """
         self._refuse_copying_only()
 
     def _refuse_copying_only(self) -> NoReturn:
         raise ConfigError(
             f"snapshot.mode: 'only' is for tables of Postgres, and pipeline {self.pipeline.name!r} reads {self.reads}",
-            "Leave it out; `airflow-cdc stream --until caught-up` ends at the end of what is there.",
+            "Remove the key. To stop at the current end, run `airflow-cdc stream --until caught-up`.",
         )
 
     def rereads(self, command: str) -> NoReturn:
-        """See :meth:`.Source.rereads`.
+        """Refuse, as only tables of Postgres can be read again.
 
-        :raises ConfigError: in any case.
+        :raises ConfigError: always.
         """
         raise ConfigError(
             f"{command} reads tables of Postgres, and pipeline {self.pipeline.name!r} reads {self.reads}",
-            "To read again from the beginning, run `airflow-cdc drop`, empty or drop the target tables, then"
+            "To read again from the beginning, run `airflow-cdc drop`, empty or drop the target tables, then run"
             " `airflow-cdc run`.",
         )
 
     def skip(self, topic: str, partition: int, offsets: Iterable[tuple[int, int]], takeover: bool) -> Mapping[str, Any]:
-        """See :meth:`.Source.skip`.
+        """Refuse, as the source has no messages to skip.
 
-        :raises ConfigError: in any case.
+        :raises ConfigError: always.
         """
         raise ConfigError(
-            f"skip is for topics of Kafka, and pipeline {self.pipeline.name!r} reads {self.reads}",
-            "Mend what is refused, at the source or at the target.",
+            f"skip is for Kafka topics, and pipeline {self.pipeline.name!r} reads {self.reads}",
+            "Correct the refused value at the source, or change the target so that it accepts the value.",
         )
 
     def remove(self, takeover: bool, source_gone: bool) -> list[str]:
-        """See :meth:`.Source.remove`: nothing is left at the source."""
+        """Remove the pipeline's records and state; nothing is left at the source."""
         pipeline, state = self.pipeline, State(self.pipeline.state)
         refuse_others(state, pipeline.name)
-        require_same_source(pipeline, state)  # another kind may have left something at its source
+        require_same_source(pipeline, state)  # a source of another kind may have left something
         record = record_if_any(pipeline)
         refuse_second_writer(state, record.epoch if record else 0, None, takeover)
-        forget_ledger(state)
+        forget_record_copy(state)
         commit_record_of(pipeline).drop()
         self.forget()
         clear(state)
         return []
 
     def forget(self) -> None:
-        """Remove what the source keeps of the pipeline elsewhere, between its records and its state."""
+        """Remove what the source keeps of the pipeline outside its records and its state."""

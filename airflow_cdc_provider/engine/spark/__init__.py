@@ -1,1 +1,1 @@
-"""A Spark session, its JVM, and its Python processes."""
+"""A Spark session with its JVM and its Python processes."""

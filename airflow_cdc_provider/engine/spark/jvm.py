@@ -1,8 +1,8 @@
-"""Spark's JVM that this process starts: within bounds, its output in a file of its own, and ended with the process.
+"""Starts Spark's JVM with timeouts, redirects its output to a file, and ends it with this process.
 
-PySpark would wait for ever for a JVM that has met an exception before it could say where it listens, as threads of its
-own keep such a JVM alive. And all that Spark says at its start, and that its Python workers say at its end, would come
-between what a command has to say itself.
+PySpark itself would wait forever for a JVM that fails with an exception before it reports its address, because threads
+of such a JVM keep it alive. Also, the output of Spark at its start, and of its Python workers at their end, would mix
+with the output of the command.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from pyspark.find_spark_home import _find_spark_home
 from pyspark.serializers import UTF8Deserializer, read_int
 
 from airflow_cdc_provider.engine.core.errors import SparkUnusable
-from airflow_cdc_provider.engine.core.signals import deferred, when_broken_off
+from airflow_cdc_provider.engine.core.signals import deferred, on_interrupt
 
 LOGS = 20
-"""So many logs are kept."""
+"""Number of logs that are kept."""
 SILENCE_SECONDS = 300.0
-"""For so long a JVM that starts may say nothing: packages may have to be downloaded before it answers."""
+"""Seconds that a starting JVM may be silent; it may have to download packages before it answers."""
 _DYING_SECONDS = 2.0
 _END_SECONDS = 10.0
 _POLL_SECONDS = 0.05
@@ -52,11 +52,11 @@ _output: Path | None = None
 
 
 def start_jvm(options: Mapping[str, str], name: str) -> None:
-    """Start a JVM for Spark sessions of this process, unless there is one, or ``spark-submit`` has started it.
+    """Start a JVM for Spark sessions of this process, unless one exists or ``spark-submit`` has started one.
 
     :param options: Spark's configuration.
-    :param name: with which the name of its log begins.
-    :raises SparkUnusable: when it ends, or does not answer in time; with its last words.
+    :param name: prefix of the name of its log.
+    :raises SparkUnusable: if the JVM ends or does not answer in time; has the end of its output.
     """
     global _process, _output
     with _lock:
@@ -71,18 +71,18 @@ def start_jvm(options: Mapping[str, str], name: str) -> None:
 
 
 def end_jvm() -> None:
-    """End the JVM, if this process has started one: nothing is left running then."""
+    """End the JVM if this process has started one, so that it does not outlive the process."""
     if _process is not None:
         _end(_process)
 
 
 def log_path() -> Path | None:
-    """Return the file to which the JVM and the Python workers that it starts write; ``None`` without one."""
+    """Return the file with the output of the JVM and its Python workers; ``None`` if there is no file."""
     return _output
 
 
-def last_words(lines: int = 15) -> str:
-    """Return the end of what the JVM and its Python workers have written."""
+def log_tail(lines: int = 15) -> str:
+    """Return the end of the output of the JVM and its Python workers."""
     if _output is None:
         return ""
     with contextlib.suppress(OSError), _output.open("rb") as file:
@@ -93,9 +93,10 @@ def last_words(lines: int = 15) -> str:
 
 
 def launch_command(options: Mapping[str, str]) -> list[str]:
-    """Return the command that starts the JVM, which everybody on the machine can see.
+    """Return the command that starts the JVM; all users of the machine can see it.
 
-    :param options: Spark's configuration; what is named like a secret is left to whoever makes the session.
+    :param options: Spark's configuration; options with names like secrets are excluded, and are set on the session
+        instead.
     """
     command = [os.path.join(_find_spark_home(), "bin", "spark-submit")]
     for key, value in options.items():
@@ -105,23 +106,23 @@ def launch_command(options: Mapping[str, str]) -> list[str]:
 
 
 def _launched(options: Mapping[str, str], log: IO[bytes] | None) -> subprocess.Popen[bytes]:
-    """Start the JVM, and connect PySpark to it as to one that runs already."""
+    """Start the JVM, and connect PySpark to it as to an existing one."""
     command = launch_command(options)
     with tempfile.TemporaryDirectory(prefix="airflow-cdc-jvm-") as directory:
-        told = Path(directory) / "connection"
+        address_file = Path(directory) / "connection"
         process = None
         try:
-            with deferred():  # else it might be started, and not known here
+            with deferred():  # otherwise a signal might interrupt after the start and before the assignment
                 process = subprocess.Popen(
                     command,
-                    stdin=subprocess.PIPE,  # at whose end it ends
+                    stdin=subprocess.PIPE,  # the JVM ends when this is closed
                     stdout=log,
                     stderr=log,
-                    env=os.environ | {"SPARK_CONNECT_MODE": "0", "_PYSPARK_DRIVER_CONN_INFO_PATH": str(told)},
+                    env=os.environ | {"SPARK_CONNECT_MODE": "0", "_PYSPARK_DRIVER_CONN_INFO_PATH": str(address_file)},
                     preexec_fn=_ignore_signals,
                 )
-            _await_answer(process, told)
-            with told.open("rb") as info:
+            _await_answer(process, address_file)
+            with address_file.open("rb") as info:
                 port, secret = str(read_int(info)), str(UTF8Deserializer().loads(info))  # type: ignore[no-untyped-call]
             os.environ |= {_PORT: port, _SECRET: secret}
             try:
@@ -135,48 +136,48 @@ def _launched(options: Mapping[str, str], log: IO[bytes] | None) -> subprocess.P
                 process.wait()
             raise
     atexit.register(_end, process)
-    when_broken_off(partial(_let_end, process))
+    on_interrupt(partial(_let_end, process))
     return process
 
 
 def _ignore_signals() -> None:
-    """Leave signals to a whole process group to the driver, which ends its unit first, and the JVM with itself."""
+    """Ignore signals to the process group, because the driver first finishes its unit and then ends the JVM."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
-def _await_answer(process: subprocess.Popen[bytes], told: Path) -> None:
-    """Wait until the JVM has said where it listens.
+def _await_answer(process: subprocess.Popen[bytes], address_file: Path) -> None:
+    """Wait until the JVM has reported its address.
 
-    :raises SparkUnusable: when it never will.
+    :raises SparkUnusable: if it ends, fails or is silent for too long.
     """
     said, heard = "", time.monotonic()
-    while not told.is_file():
+    while not address_file.is_file():
         if process.poll() is not None:
             raise _unusable(f"has ended with exit code {process.returncode} before it answered")
-        if last_words() != said:
-            said, heard = last_words(), time.monotonic()
+        if log_tail() != said:
+            said, heard = log_tail(), time.monotonic()
         silence = time.monotonic() - heard
         if _DIES in said and silence > _DYING_SECONDS:
             raise _unusable("could not start")
         if silence > SILENCE_SECONDS:
-            raise _unusable(f"has not answered, and said nothing for {SILENCE_SECONDS:g} seconds")
+            raise _unusable(f"has not answered, and has written nothing for {SILENCE_SECONDS:g} seconds")
         time.sleep(_POLL_SECONDS)
 
 
 def _unusable(what: str) -> SparkUnusable:
-    words = last_words()
+    words = log_tail()
     cause = next((line for line in words.splitlines() if _DIES in line), words.rpartition("\n")[2])
     return SparkUnusable(
         f"Spark's JVM {what}{f': {cause.strip()}' if cause else ''}",
-        "Check that Java 17 or newer is installed, that there is room in the directory for temporary files"
-        f" ({tempfile.gettempdir()}, or TMPDIR), and spark.conf of the pipeline file."
-        + (f" {_output} has all that it said." if _output is not None else ""),
+        "Check that Java 17 or newer is installed, that there is free space in the directory for temporary files"
+        f" ({tempfile.gettempdir()}, or TMPDIR), and that spark.conf of the pipeline file is correct."
+        + (f" Its whole output is in {_output}." if _output is not None else ""),
     )
 
 
 def _let_end(process: subprocess.Popen[bytes]) -> None:
-    """Let a JVM end in an orderly way, without an answer to whoever waits for one."""
+    """Let a JVM end in an orderly way, without waiting for it; calls that wait for its answer fail."""
     assert process.stdin is not None
     with contextlib.suppress(OSError):
         process.stdin.close()
@@ -195,7 +196,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _open_log(name: str) -> tuple[IO[bytes] | None, Path | None]:
-    """Open a new log that only this user can read; without one the JVM writes to this process's standard error."""
+    """Open a new log that only this user can read; if that fails, the JVM writes to this process's standard error."""
     try:
         folder = _log_folder()
         logs = sorted(folder.glob("*.log"), key=lambda path: path.stat().st_mtime)
@@ -211,7 +212,7 @@ def _open_log(name: str) -> tuple[IO[bytes] | None, Path | None]:
 
 
 def _log_folder() -> Path:
-    """Return the folder for logs below the user's state home (``XDG_STATE_HOME``), else one for temporary files."""
+    """Return the folder for logs in the user's state home (``XDG_STATE_HOME``), or else a temporary folder."""
     home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     folder = Path(home) / "airflow-cdc" / "logs"
     try:

@@ -1,7 +1,7 @@
-"""What keeps others away from a Spark that runs on this machine alone: it listens on loopback, in private folders.
+"""Protects a Spark that runs only on this machine: it listens on loopback and uses private folders.
 
-Tasks of ``local[…]`` run in the driver's JVM, so nobody of another machine has to reach it. A cluster's executors do,
-and so may those who look at its web UI; there Spark's own configuration decides.
+Tasks of ``local[…]`` run in the driver's JVM, so other machines do not need access to it. The executors of a cluster
+and users of its web UI do need access; there, Spark's own configuration applies.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from functools import cache
 
 _ADDRESS = "SPARK_LOCAL_IP"
 _CHOSEN = ("spark.driver.bindAddress", "spark.driver.host")
-_LONG = 40  # a socket's path has at most 108 bytes; of its own name Spark makes 42
+_LONG = 40  # a socket's path has at most 108 bytes; Spark uses 42 for its own name
 
 
 def local_address(conf: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable by which all of Spark listens on loopback, its web UI too, for which no configuration does.
+    """Return the environment variable that makes Spark listen on loopback only.
 
-    :param conf: which wins, if it says where the driver listens; as does the variable itself.
+    It also applies to the web UI, for which there is no configuration.
+
+    :param conf: Spark's configuration; if it sets the driver's address, it takes precedence, as does the variable if it
+        is already set.
     """
     if _ADDRESS in os.environ or any(name in conf for name in _CHOSEN):
         return {}
@@ -29,9 +32,9 @@ def local_address(conf: Mapping[str, str]) -> dict[str, str]:
 
 
 def local_sockets() -> dict[str, str]:
-    """Return configuration that lets Spark meet its Python processes at Unix sockets that only this user reaches.
+    """Return the configuration that connects Spark to its Python processes by Unix sockets of this user.
 
-    They save tens of milliseconds a batch. On a cluster, executors would need the folder too.
+    They save tens of milliseconds per batch. On a cluster, executors would need the folder too.
     """
     return {
         "spark.python.unix.domain.socket.enabled": "true",

@@ -1,8 +1,7 @@
 """The Spark session of a job, from ``spark-submit`` or from the pipeline file.
 
-Executors that do not share this process's Python path get the engine as a zip,
-as ``--py-files`` would bring it, and are asked whether they have the libraries
-that the engine needs.
+Executors that do not share this process's Python path receive the engine as a zip, as with ``--py-files``. A check
+makes sure that executors have the libraries that the engine needs.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ from airflow_cdc_provider.engine.spark.settings import END_WITHOUT_MEMORY, Spark
 DEFAULTS = {
     "spark.ui.showConsoleProgress": "false",
     "spark.sql.session.timeZone": "UTC",
-    # Saves tens of milliseconds a batch.
+    # Saves tens of milliseconds per batch.
     "spark.sql.streaming.checkpointFileManagerClass": (
         "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
     ),
-    # As much as a piece of the log: a task holds one at a time.
+    # The size of a piece of the log; a task has one piece at a time.
     "spark.sql.execution.arrow.maxBytesPerBatch": str(8 << 20),
-    # A second attempt beside the first would only be refused by the sink.
+    # A second concurrent attempt would only be refused by the sink.
     "spark.speculation": "false",
     "spark.python.worker.faulthandler.enabled": "true",
     "spark.driver.defaultJavaOptions": END_WITHOUT_MEMORY,
     "spark.executor.defaultJavaOptions": END_WITHOUT_MEMORY,
 }
-"""What every Spark of the engine is started with, unless the pipeline file says otherwise; see :func:`defaults_on`."""
+"""The defaults of every Spark of the engine; the pipeline file overrides them. See :func:`defaults_on`."""
 
 _session: ContextVar[SparkSession | None] = ContextVar("session", default=None)
 _LIBRARIES = ("adbc_driver_postgresql", "numpy", "pandas", "psycopg", "psycopg2", "pyarrow", "fsspec", "yaml")
@@ -56,11 +55,11 @@ _LIBRARIES = ("adbc_driver_postgresql", "numpy", "pandas", "psycopg", "psycopg2"
 
 @contextmanager
 def spark_session(start: SparkStart, command: str) -> Iterator[SparkSession]:
-    """Start a session (or join the one of ``spark-submit``), and stop it at the end; within a session, use that.
+    """Start a session, or use the one of ``spark-submit``, and stop it at the end; nested calls share the session.
 
     :param start: see :attr:`.Pipeline.spark_start`.
-    :param command: for the application's name.
-    :raises SparkUnusable: when it does not start, or its executors lack a library.
+    :param command: the command, for the application's name.
+    :raises SparkUnusable: if it does not start, or if its executors lack a library.
     """
     outer = _session.get()
     if outer is not None:
@@ -71,7 +70,7 @@ def spark_session(start: SparkStart, command: str) -> Iterator[SparkSession]:
         spark = _started(start, command)
         try:
             with tempfile.TemporaryDirectory(prefix="airflow-cdc-engine-") as directory:
-                # Before a job no task is spent on what this process sees as well.
+                # Before a job, no Spark task is used for checks that this process can do itself.
                 check_executors(spark, thoroughly=command == "preflight")
                 _ship_engine(spark.sparkContext, Path(directory))
                 token = _session.set(spark)
@@ -85,7 +84,7 @@ def spark_session(start: SparkStart, command: str) -> Iterator[SparkSession]:
 
 
 class _Choice:
-    """Who needs the Python that this process has chosen, and what its environment had before."""
+    """A count of the users of the Python that this process has chosen, and the previous environment."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -93,7 +92,7 @@ class _Choice:
         self._before: dict[str, str | None] = {}
 
     def take(self, here: bool, further: Mapping[str, str]) -> None:
-        """Name the Python in the environment, if nobody has, and what is wanted there with it."""
+        """Set the Python and further variables in the environment, for the first user only."""
         with self._lock:
             if not self._holders:
                 chosen = {**further, **(_choose(here) if "PYSPARK_PYTHON" not in os.environ else {})}
@@ -102,7 +101,7 @@ class _Choice:
             self._holders += 1
 
     def release(self) -> None:
-        """Leave the environment as it was, when nobody needs the choice any more."""
+        """Restore the environment after the last user."""
         with self._lock:
             self._holders -= 1
             if self._holders:
@@ -120,12 +119,12 @@ _choice = _Choice()
 
 @contextmanager
 def python_chosen(here: bool, further: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
-    """Let Spark start this Python, unless another is chosen, and leave this process's environment as it was.
+    """Let Spark start this Python, unless another is configured, and restore this process's environment afterwards.
 
-    Threads may do so at once: the last to leave restores the environment.
+    Several threads may do so concurrently: the last one restores the environment.
 
     :param here: whether Spark runs on this machine, if this process starts its JVM.
-    :param further: variables that Spark is to have too.
+    :param further: further variables for Spark.
     """
     _choice.take(here, further)
     try:
@@ -135,19 +134,19 @@ def python_chosen(here: bool, further: Mapping[str, str] = MappingProxyType({}))
 
 
 def _choose(here: bool) -> dict[str, str]:
-    # A JVM that runs already has the environment of its start, in which the Python may not be named.
+    # A JVM that is already running has the environment of its start, which may not name the Python.
     gateway = SparkContext._gateway
-    told = not _submitted() if gateway is None else gateway.jvm.System.getenv(VARIABLE) == sys.executable
-    return python_for_spark() if here and told else {"PYSPARK_PYTHON": sys.executable}
+    informed = not _submitted() if gateway is None else gateway.jvm.System.getenv(VARIABLE) == sys.executable
+    return python_for_spark() if here and informed else {"PYSPARK_PYTHON": sys.executable}
 
 
 def defaults_on(master: str) -> dict[str, str]:
-    """:data:`DEFAULTS`, and what a Spark on this machine has beyond them."""
+    """Return :data:`DEFAULTS` with the additions for a Spark on this machine."""
     return {**DEFAULTS, **hidden_on_executors(), **(local_sockets() if runs_locally(master) else {})}
 
 
 def _submitted() -> bool:
-    """Whether ``spark-submit`` has started this process, and its JVM before it."""
+    """Return whether ``spark-submit`` has started this process, after its JVM."""
     return "PYSPARK_GATEWAY_PORT" in os.environ
 
 
@@ -170,24 +169,24 @@ def _started(start: SparkStart, command: str) -> SparkSession:
     except Exception as e:
         raise SparkUnusable(
             f"Spark does not start on {start.master}: {str(e).splitlines()[0]}",
-            # A socket's path has 108 bytes; by default it lies in Java's directory for temporary files.
-            "Name a directory with a short path by spark.python.unix.domain.socket.dir in spark.conf."
+            # A socket's path has at most 108 bytes; by default it is in Java's directory for temporary files.
+            "Set spark.python.unix.domain.socket.dir in spark.conf to a directory with a short path."
             if "path too long" in str(e)
             else "Check that Java 17 or newer is installed, and spark.master and spark.conf of the pipeline file.",
         ) from e
     finally:
         if threading.current_thread() is threading.main_thread():
-            # Spark installs a handler of its own, which would break off the unit at hand.
+            # Spark installs its own handler, which would interrupt the current unit.
             signal.signal(signal.SIGINT, interrupt)
 
 
 @contextmanager
-def outliving(spark: SparkSession, stopping: Callable[[], bool]) -> Iterator[None]:
-    """Do work with a session, and tell errors by their cause when they come from the end of its JVM.
+def reporting_jvm_end(spark: SparkSession, stopping: Callable[[], bool]) -> Iterator[None]:
+    """Work with a session during the block, and convert errors that are caused by the end of its JVM.
 
-    :param stopping: whether the work has been asked to end. Whoever asks all processes of a job ends the JVM, too,
-        which may answer for a moment yet.
-    :raises SparkLost: when the JVM has ended.
+    :param stopping: returns whether the work has been asked to end. A signal to all processes of a job also ends the
+        JVM, which may still answer for a moment.
+    :raises SparkLost: if the JVM has ended.
     """
     try:
         yield
@@ -196,14 +195,14 @@ def outliving(spark: SparkSession, stopping: Callable[[], bool]) -> Iterator[Non
         if _answers(spark) and not ending:
             raise
         raise SparkLost(
-            "Spark's JVM has ended in the middle of the work",
-            "If its last words in the log are of memory, raise spark.driver.memory, or lower stream.max_batch_bytes: a"
-            " batch of the log passes through it. Then start again: what has been committed stays.",
+            "Spark's JVM has ended during the work",
+            "If the end of its log mentions memory, raise spark.driver.memory or lower stream.max_batch_bytes, because"
+            " a batch of the log passes through the JVM. Then start again; committed data remains.",
         ) from e
 
 
 def _answers(spark: SparkSession) -> bool:
-    """Whether the JVM of a session is alive."""
+    """Return whether the JVM of a session is alive."""
     try:
         spark.sparkContext._jvm.System.nanoTime()  # type: ignore[union-attr]
     except (Py4JError, OSError):
@@ -212,18 +211,18 @@ def _answers(spark: SparkSession) -> bool:
 
 
 def _ship_engine(context: SparkContext, directory: Path) -> None:
-    """Let executors, and the Python processes that Spark starts beside the driver, import the engine."""
+    """Let executors, and the Python processes that Spark starts for the driver, import the engine."""
     came_in_zip = isinstance(airflow_cdc_provider.__loader__, zipimporter)  # by --py-files, so Spark has shipped it
     if not came_in_zip and not str(context.master).startswith("local"):
         context.addPyFile(str(engine_zip(directory)))
-    # Spark 4.2 makes the process of a streaming source look for shipped files in a folder that it never fills.
+    # In Spark 4.2 the process of a streaming source looks for shipped files in a folder that remains empty.
     sources = Path(SparkFiles.getRootDirectory()) / "streaming_job"
     if not sources.exists():
         sources.symlink_to(".", target_is_directory=True)
 
 
 def engine_zip(directory: Path) -> Path:
-    """Write the engine, without the Airflow shells, to ``airflow_cdc_provider.zip`` in a directory."""
+    """Write the engine, without the code for Airflow, to ``airflow_cdc_provider.zip`` in a directory."""
     package = Path(airflow_cdc_provider.__file__).parent
     path = directory / "airflow_cdc_provider.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -233,10 +232,10 @@ def engine_zip(directory: Path) -> Path:
 
 
 def check_executors(spark: SparkSession, thoroughly: bool = True) -> None:
-    """Have executors look for what the engine needs.
+    """Check that executors have the libraries that the engine needs.
 
-    :param thoroughly: by a task of Spark, also where executors are of this machine and this Python.
-    :raises SparkUnusable: naming what is missing.
+    :param thoroughly: whether to use a Spark task even if executors use this machine and this Python.
+    :raises SparkUnusable: if libraries are missing; names them.
     """
     context = spark.sparkContext
     check = _import_check(_LIBRARIES)
@@ -255,10 +254,10 @@ def check_executors(spark: SparkSession, thoroughly: bool = True) -> None:
 
 
 def _import_check(libraries: tuple[str, ...]) -> Callable[[int], list[str]]:
-    """A task that looks for ``libraries``: to import them would cost each session a second.
+    """Return a task that looks for ``libraries`` without importing them, which would take each session a second.
 
-    A function within a function is shipped by its code, not by its name: to import this module, executors would need
-    what they are asked for.
+    An inner function is shipped by its code, not by its name. Otherwise executors would have to import this module, and
+    would need the libraries for that.
     """
 
     def missing(_: int) -> list[str]:

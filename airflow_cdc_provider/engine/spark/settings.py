@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# A JVM that has run out of memory loses any of its threads and may hang for ever; one that is killed is noticed. (The
-# flag ExitOnOutOfMemoryError would do, but for its exit code, which is 3.) It says so on standard output, unless told.
+# A JVM that runs out of memory loses some of its threads and may hang forever, but a killed JVM is noticed. (The flag
+# ExitOnOutOfMemoryError is not used because its exit code is 3.) By default the JVM reports this on standard output.
 END_WITHOUT_MEMORY = "-XX:+DisplayVMOutputToStderr -XX:OnOutOfMemoryError='kill -9 %p'"
 ONE_COMPILER = "-XX:TieredStopAtLevel=1"
 
@@ -21,10 +21,10 @@ class SparkSettings:
 
 @dataclass(frozen=True)
 class SparkStart:
-    """What Spark is started with for a pipeline.
+    """The start parameters of Spark for a pipeline.
 
-    :param name: the pipeline's.
-    :param conf: see :meth:`.Pipeline.spark_conf_on`.
+    :param name: the pipeline's name.
+    :param conf: Spark's configuration, see :meth:`.Pipeline.spark_conf_on`.
     """
 
     name: str
@@ -33,5 +33,5 @@ class SparkStart:
 
 
 def runs_locally(master: str) -> bool:
-    """Whether Spark's tasks run in the driver's own JVM."""
+    """Return whether Spark's tasks run in the driver's own JVM."""
     return master == "local" or master.startswith("local[")

@@ -1,4 +1,4 @@
-"""What Python's collection of garbage costs the workers of Spark, and keeps alive in its JVM."""
+"""Reduces the time of Python's garbage collection in Spark's workers, and frees memory of the JVM in the driver."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ _spared = False
 
 
 def spare_modules() -> None:
-    """Keep what the process has imported out of garbage collection, once for its life.
+    """Exclude imported modules from garbage collection, once in the life of the process.
 
-    Called at the end of tasks that have gone well, as workers live on after a task for the next one: Spark collects in
-    full after each (``pyspark.daemon``). That visits all objects, most of which are of modules that stay, and takes
-    longer than a small batch or chunk does itself. After an error the traceback, and all that its frames hold, would
-    stay, too. In the driver, called before the first batch, for the sake of :func:`release_batches`.
+    Workers remain alive for the next task, and Spark does a full collection after each task (``pyspark.daemon``). It
+    visits all objects, most of which belong to permanent modules, and takes longer than a small batch or chunk itself.
+    Therefore this is called at the end of successful tasks. After an error, the traceback and all objects in its frames
+    would be kept as well. The driver calls this before the first batch, so that :func:`release_batches` is fast.
     """
     global _spared
     if not _spared:
@@ -22,10 +22,10 @@ def spare_modules() -> None:
 
 
 def release_batches() -> None:
-    """Let the JVM free the batches that are done; called in the driver as the next one begins.
+    """Let the JVM free finished batches; the driver calls this when the next batch begins.
 
-    What py4j has of a batch refers to its own methods (``JavaObject`` to ``JavaMember`` and back), so only a full
-    collection lets go of it, and until then the JVM holds the plan of that batch with all of its messages. By itself
-    Python collects in full when a quarter of its objects are new: dozens of batches later.
+    The py4j objects of a batch have reference cycles with their methods (``JavaObject`` and ``JavaMember``), so only a
+    full collection frees them. Until then the JVM keeps the plan of that batch with all its messages. Automatically,
+    Python does a full collection only when a quarter of its objects are new: dozens of batches later.
     """
     gc.collect()

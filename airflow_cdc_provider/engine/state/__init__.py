@@ -1,1 +1,1 @@
-"""What jobs write into the state location and Airflow reads: heartbeats, history, submissions, requests."""
+"""The state location, which jobs write and Airflow reads: heartbeats, history, submissions, requests."""

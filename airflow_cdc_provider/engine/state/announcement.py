@@ -1,4 +1,4 @@
-"""The word that a run is about to begin: it starts Spark, and has no epoch yet under which its heart could beat."""
+"""Announces a run that is about to begin: it is starting Spark, and has no epoch yet for a heartbeat."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def announced(state: State, part: str) -> Iterator[None]:
-    """Say for the time of a block that a run is about to begin.
+    """Announce during the block that a run is about to begin.
 
-    :param part: what it begins with.
-    :raises StateUnwritable: when that cannot be written at first.
+    :param part: the part that it begins with.
+    :raises StateUnwritable: if the first announcement cannot be written.
     """
     over = threading.Event()
     file = f"{_FOLDER}/{part}-{os.getpid()}.json"
@@ -56,17 +56,17 @@ def announced(state: State, part: str) -> Iterator[None]:
         thread.join()
         with suppress(StateUnwritable):
             state.remove(file)
-            for folder in (_FOLDER,) if made else (_FOLDER, ""):  # a run that was refused leaves nothing of its own
+            for folder in (_FOLDER,) if made else (_FOLDER, ""):  # a refused run leaves nothing behind
                 state.remove_empty(folder)
 
 
 def announcements(state: State) -> list[Heartbeat]:
-    """Return what the runs that are about to begin say of themselves: heartbeats without an epoch."""
+    """Return the announcements of runs that are about to begin: heartbeats without an epoch."""
     return [beat for _, beat in _all(state) if beat.alive]
 
 
 def announcement_of(state: State, submission: str) -> Heartbeat | None:
-    """Return what the job of a submission says before it has an epoch."""
+    """Return the announcement of the job of a submission, which has no epoch yet."""
     return next((beat for beat in announcements(state) if beat.submission == submission), None)
 
 

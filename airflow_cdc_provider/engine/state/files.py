@@ -1,8 +1,7 @@
-"""The pipeline's state location: small JSON files, each replaced whole.
+"""The pipeline's state location: small JSON files, each replaced as a whole.
 
-Everything in here can be rebuilt but requests: the ground truth is the sink's
-commit record. Jobs report through it (heartbeat and progress), the command line
-and Airflow read it, and requests to a running job are left in it.
+All files except requests can be rebuilt, because the sink's commit record is authoritative. Jobs write heartbeats and
+progress into the state, the command line and Airflow read it, and it has the requests to a running job.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from airflow_cdc_provider.engine.state.private_files import make_folder, open_fi
 
 T = TypeVar("T")
 SPARKS = re.compile(r"metadata|offsets|commits|sources|state|[.]metadata[.].*")
-"""What Spark makes in a checkpoint; the last for sums of the file and for what it has not renamed yet."""
+"""Names that Spark creates in a checkpoint; the last are checksums and files that are not yet renamed."""
 
 
 _CHECKPOINTS = "checkpoint"
@@ -36,8 +35,8 @@ _log = logging.getLogger(__name__)
 class State:
     """The files below a pipeline's ``state`` URL.
 
-    Whatever an implementation of fsspec raises, those of object stores have classes of their own, becomes
-    :class:`.StateUnwritable`.
+    Every error of an fsspec implementation becomes :class:`.StateUnwritable`; those of object stores have their own
+    classes.
 
     :param url: any fsspec URL.
     """
@@ -46,19 +45,19 @@ class State:
         self.url = url.rstrip("/")
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.url)
-        except Exception as e:  # a package is missing, or nothing knows the protocol
+        except Exception as e:  # a package is missing, or the protocol is unknown
             raise StateUnwritable(f"state {self.url} cannot be used: {e}", state_remedy(None)) from e
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """Return the JSON object in file ``name``, as :meth:`read_as`."""
+        """Return the JSON object in file ``name``, as :meth:`read_as` does."""
         return self.read_as(name, dict[str, Any])
 
     def read_as(self, name: str, parse: Callable[[dict[str, Any]], T]) -> T | None:
-        """Return what the JSON object in file ``name`` stands for, ``None`` when there is no such file.
+        """Parse the JSON object in file ``name``; ``None`` if there is no such file.
 
-        :param parse: reads the object; what it raises tells that it is of another shape.
-        :raises StateDamaged: when the file holds no such object.
-        :raises StateUnwritable: when the file cannot be read.
+        :param parse: converts the object; raises an error if the object has another structure.
+        :raises StateDamaged: if the file has no such object.
+        :raises StateUnwritable: if the file cannot be read.
         """
         try:
             data = self._fs.cat_file(f"{self._root}/{name}")
@@ -71,40 +70,40 @@ class State:
         try:
             found = json.loads(data)
             if not isinstance(found, dict):
-                raise ValueError("it is no object")
+                raise ValueError("it is not an object")
         except (ValueError, RecursionError) as e:
-            raise self._damaged(name, "it is no JSON object, or a part of one") from e
+            raise self._damaged(name, "it is not a complete JSON object") from e
         try:
             return parse(found)
         except (ValueError, TypeError, LookupError, AttributeError) as e:
             raise self._damaged(name, f"{type(e).__name__} {e}") from e
 
     def read_sound(self, name: str, parse: Callable[[dict[str, Any]], T]) -> T | None:
-        """As :meth:`read_as`, but a damaged file counts as none, and is named in the log: it will be written again."""
+        """Parse a file as :meth:`read_as` does, but log and ignore a damaged file, because it will be written again."""
         try:
             return self.read_as(name, parse)
         except StateDamaged as e:
-            _warn_once(f"{e.message}. It is left out. {e.solution}")
+            _warn_once(f"{e.message}. The file is ignored. {e.solution}")
             return None
 
     def write(self, name: str, value: dict[str, Any]) -> None:
         """Replace file ``name`` by a JSON object, atomically.
 
-        :raises StateUnwritable: when that is not possible.
+        :raises StateUnwritable: if it cannot be written.
         """
         self.put(name, json.dumps(value, indent=1).encode())
 
     def put(self, name: str, data: bytes) -> str:
-        """Replace file ``name``, atomically, and return its URL.
+        """Replace file ``name`` atomically, and return its URL.
 
-        :raises StateUnwritable: when that is not possible.
+        :raises StateUnwritable: if it cannot be written.
         """
         path = f"{self._root}/{name}"
         try:
             if self._local:
                 try:
                     _write(Path(path), data, Path(self._root))
-                except FileNotFoundError:  # another run has just ended, and removed the empty folder
+                except FileNotFoundError:  # another run has just ended and removed the empty folder
                     _write(Path(path), data, Path(self._root))
             else:
                 self._close_to_others()
@@ -114,14 +113,14 @@ class State:
         return f"{self.url}/{name}"
 
     def is_made(self) -> bool:
-        """Return whether the location is there, be it empty."""
+        """Return whether the location exists, even if it is empty."""
         try:
             return bool(self._fs.isdir(self._root))
         except Exception as e:
             raise self._unusable("read", "", e) from e
 
     def version(self, name: str) -> str | None:
-        """Return a text that changes when file ``name`` is replaced; ``None`` when there is no such file."""
+        """Return a text that changes when file ``name`` is replaced; ``None`` if there is no such file."""
         try:
             return repr(self._fs.info(f"{self._root}/{name}", refresh=True))
         except FileNotFoundError:
@@ -130,11 +129,11 @@ class State:
             raise self._unusable("read", name, e) from e
 
     def exists(self) -> bool:
-        """Return whether there is anything in the state but what runs say that are about to begin."""
+        """Return whether the state has anything except announcements of runs that are about to begin."""
         return any(name != "/starting" for name in self.names(""))
 
     def names(self, folder: str) -> list[str]:
-        """Names, relative to the state, of the files in ``folder``, sorted."""
+        """Return the sorted names, relative to the state, of the files in ``folder``."""
         try:
             paths = self._fs.ls(f"{self._root}/{folder}", detail=False, refresh=True)
         except FileNotFoundError:
@@ -145,9 +144,9 @@ class State:
         return sorted(f"{folder}/{name}" for name in names if not name.startswith("."))
 
     def entries(self, folder: str) -> list[str] | None:
-        """Return the names of all that is in ``folder``, sorted; ``None`` when that is a file.
+        """Return the sorted names of all entries of ``folder``; ``None`` if it is a file.
 
-        :param folder: relative to the state; empty for that itself.
+        :param folder: path relative to the state; empty for the state itself.
         """
         path = f"{self._root}/{folder}".rstrip("/")
         try:
@@ -164,36 +163,36 @@ class State:
         return sorted(str(each["name"]).rstrip("/").rpartition("/")[2] for each in inside)
 
     def remove_empty(self, folder: str) -> None:
-        """Remove a folder if nothing is in it; object stores have none.
+        """Remove a folder if it is empty; object stores have no folders.
 
-        :param folder: relative to the state; empty for that itself, unless it is a whole bucket.
+        :param folder: path relative to the state; empty for the state itself, which is kept if it is a whole bucket.
         """
         path = f"{self._root}/{folder}".rstrip("/")
         if "/" not in path:
             return
-        with contextlib.suppress(Exception):  # it is not empty, not there, or no folder
+        with contextlib.suppress(Exception):  # it is not empty, does not exist, or is not a folder
             if self._fs.isdir(path) and not self._fs.ls(path, detail=False, refresh=True):
                 self._fs.rmdir(path)
-                if self._fs.isdir(path):  # WebHDFS of fsspec does nothing there
+                if self._fs.isdir(path):  # rmdir of fsspec's WebHDFS has no effect
                     self._fs.rm(path)
 
     def remove(self, name: str) -> None:
-        """Remove a file or a folder with all it holds, if it exists."""
+        """Remove a file, or a folder with its contents, if it exists."""
         path = f"{self._root}/{name}"
         try:
             if self._fs.exists(path):
                 self._fs.rm(path, recursive=True)
-        except FileNotFoundError:  # another has removed it as well
+        except FileNotFoundError:  # another process has removed it
             return
         except Exception as e:
             raise self._unusable("removed", name, e) from e
 
     def new_checkpoint(self, epoch: int) -> str:
-        """URL for the checkpoint of a query of Spark, which no other query has; earlier ones are removed.
+        """Return a unique URL for the checkpoint of a Spark query, and remove checkpoints of earlier queries.
 
-        A query of a run that is overtaken writes on until it notices. What it leaves, a later one removes.
+        A query whose run has lost its epoch continues to write until it notices. A later query removes its files.
 
-        :param epoch: of the query's run; checkpoints of later ones are left alone.
+        :param epoch: the epoch of the query's run; checkpoints of later epochs are kept.
         """
         if self._local:
             make_folder(Path(self._root) / _CHECKPOINTS, Path(self._root))
@@ -206,12 +205,12 @@ class State:
 
     def _damaged(self, name: str, why: str) -> StateDamaged:
         return StateDamaged(
-            f"{self.url}/{name} does not hold what the engine writes there: {why}",
+            f"{self.url}/{name} has contents that the engine did not write: {why}",
             f"Delete that file: `rm -r '{self._root}/{name}'`." if self._local else f"Delete {self.url}/{name}.",
         )
 
     def _close_to_others(self) -> None:
-        """Make the location so that nobody else reads it, where it is in HDFS: object stores have no modes."""
+        """Create the location in HDFS so that no other user can read it; object stores have no modes."""
         if "webhdfs" in self._protocols and not self._fs.exists(self._root):
             self._fs.makedirs(self._root, exist_ok=True)
             self._fs.chmod(self._root, "700")
@@ -234,18 +233,18 @@ class State:
 
 
 def state_remedy(number: int | None) -> str:
-    """Return what to do about a state location that cannot be used.
+    """Return the remedy for a state location that cannot be used.
 
-    :param number: the operating system's error number; ``None`` where there is none, as of object stores.
+    :param number: the operating system's error number; ``None`` without one, as for object stores.
     """
     if number in (errno.ENOSPC, errno.EDQUOT):
-        return "Make room on the disk of the state, or raise the quota there, then start again."
+        return "Free space on the disk of the state, or raise the quota there, then start again."
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
         return (
-            "Let this user write there (`chown`, `chmod`, a file system that is not mounted read-only), or give `state`"
-            " another location."
+            "Allow this user to write there (`chown`, `chmod`, a file system that is not mounted read-only), or set"
+            " `state` to another location."
         )
-    return "Give the pipeline a state location that this user can write, and that driver and Airflow both reach."
+    return "Set `state` to a location that this user can write, and that driver and Airflow can both reach."
 
 
 @lru_cache(maxsize=1000)

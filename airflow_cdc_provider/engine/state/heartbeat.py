@@ -1,4 +1,4 @@
-"""Heartbeats of jobs: what each says of itself every few seconds, and whether it lives."""
+"""Heartbeats of jobs: the reports that each job writes every few seconds, and whether it is alive."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from airflow_cdc_provider.engine.core.typed_json import as_shape, as_type
 from airflow_cdc_provider.engine.state.files import State
 
 STREAM, RESNAPSHOT, PROVISION = "stream", "resnapshot", "provision"
-"""Names of parts of a run, and of the command that it begins with."""
+"""Names of parts of a run, and of the command that a run begins with."""
 
 
 STALE_SECONDS = 30.0
-"""A job whose heartbeat is older is taken for dead."""
+"""Seconds after its last heartbeat when a job counts as dead."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, identified well enough to tell whether it is still the same and alive.
+    """A process, with enough information to determine whether it is still the same and alive.
 
-    :param started: start time of the process in clock ticks since boot, which guards against reuse of its id.
+    :param started: start time of the process in clock ticks since boot; detects that its id was reused.
     """
 
     host: str
@@ -37,12 +37,12 @@ class Owner:
     @classmethod
     @cache
     def this(cls) -> Owner:
-        """The current process."""
+        """Return the current process."""
         return cls(_host(), os.getpid(), _started(os.getpid()) or 0)
 
     @property
     def lives(self) -> bool | None:
-        """Whether the process runs; ``None`` when it is of another host."""
+        """Return whether the process runs; ``None`` if it is on another host."""
         return _started(self.pid) == self.started if self.host == _host() else None
 
     def __str__(self) -> str:
@@ -51,15 +51,15 @@ class Owner:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a job says of itself every few seconds.
+    """The report that a job writes every few seconds.
 
     :param part: ``stream``, ``snapshot`` …
-    :param at: seconds since 1970.
+    :param at: time in seconds since 1970.
     :param ended: whether the job has ended in an orderly way.
-    :param progress: what the job has done, see ``status``.
-    :param submission: id of the job's submission, see :mod:`.submission`; ``None`` if nobody submitted it.
-    :param application: id of its Spark application; ``None`` before that has begun, and of parts that need none.
-    :param ui: address of the application's web UI; ``None`` also where that is switched off.
+    :param progress: the work that the job has done, see ``status``.
+    :param submission: id of the job's submission, see :mod:`.submission`; ``None`` if it was not submitted.
+    :param application: id of its Spark application; ``None`` before it has started, and for parts that need none.
+    :param ui: address of the application's web UI; ``None`` also if the UI is disabled.
     """
 
     owner: Owner
@@ -74,7 +74,7 @@ class Heartbeat:
 
     @property
     def alive(self) -> bool:
-        """Whether the job must be taken for alive: on this host by its process, elsewhere by its age."""
+        """Return whether the job counts as alive: by its process on this host, by the heartbeat's age elsewhere."""
         if self.ended:
             return False
         lives = self.owner.lives
@@ -101,41 +101,41 @@ _PROGRESS: dict[str, Any] = {
     "restart": _Restart,
     "waiting": str | None,
 }
-"""What of a job's progress others rely on, and its type; what else stands there is only shown."""
+"""The types of those values in a job's progress that other code relies on; further values are only shown."""
 
 
 def read_heartbeats(state: State) -> list[Heartbeat]:
-    """The heartbeats of all jobs of a pipeline, dead ones included."""
+    """Return the heartbeats of all jobs of a pipeline, dead ones included."""
     parts = (name.rpartition("/")[2].removesuffix(".json") for name in state.names("jobs"))
     found = (read_heartbeat(state, part) for part in parts)
     return [beat for beat in found if beat is not None]
 
 
 def read_heartbeat(state: State, part: str) -> Heartbeat | None:
-    """Return the last heartbeat of a part; ``None`` too when its file is damaged, which the next one replaces."""
+    """Return the last heartbeat of a part; ``None`` also if its file is damaged, which the next heartbeat replaces."""
     return state.read_sound(f"jobs/{part}.json", heartbeat_of)
 
 
 def heartbeat_of(values: dict[str, Any]) -> Heartbeat:
-    """Return the heartbeat that a file holds."""
+    """Parse the heartbeat in a file."""
     for name in _PROGRESS.keys() & values["progress"]:
         as_type(values["progress"][name], _PROGRESS[name], f"progress.{name}")
     return as_shape(Heartbeat, values)
 
 
 def write_heartbeat(state: State, heartbeat: Heartbeat) -> None:
-    """Replace the heartbeat of a job, unless it is that of a later run, which is alive: this one has been overtaken."""
+    """Replace the heartbeat of a job, unless the existing one belongs to a later run that is alive."""
     found = None
-    with contextlib.suppress(StateUnwritable):  # writing says more
+    with contextlib.suppress(StateUnwritable):  # the error of writing is more useful
         found = read_heartbeat(state, heartbeat.part)
     if found is None or found.epoch <= heartbeat.epoch or not found.alive:
         state.write(f"jobs/{heartbeat.part}.json", asdict(heartbeat))
 
 
 def forget_heartbeats(state: State, epoch: int, prefix: str) -> None:
-    """Remove heartbeats that parts of earlier runs have left, whose names will not come again.
+    """Remove heartbeats of parts of earlier runs whose names will not be used again.
 
-    :param prefix: with which the parts' names begin.
+    :param prefix: the prefix of the parts' names.
     """
     for beat in read_heartbeats(state):
         if beat.part.startswith(prefix) and beat.epoch < epoch and not beat.alive:
@@ -144,7 +144,7 @@ def forget_heartbeats(state: State, epoch: int, prefix: str) -> None:
 
 @cache
 def _host() -> str:
-    """Name of this host, of this boot of it, and of what its process ids are valid in: a container has its own."""
+    """Return an identifier of this host, its current boot, and the namespace of its process ids, as in containers."""
     boot, space = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     booted = boot.read_text().strip()[:8] if boot.exists() else ""
     return f"{socket.gethostname()}/{booted}/{space.readlink() if space.is_symlink() else ''}"

@@ -1,6 +1,7 @@
-"""A lookout for a submitted job: what the state says of it, and when its silence means that it is lost.
+"""Watches a submitted job through the state, and decides when a silent job is lost.
 
-Silence is measured from what the lookout itself has heard last, by its own clock: that of the job's host may differ.
+Silence is measured by the watcher's own clock, from the last change that it saw, because the clock of the job's host
+may differ.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from airflow_cdc_provider.engine.state.heartbeat import STALE_SECONDS, Heartbeat
 from airflow_cdc_provider.engine.state.submission import Submission, give_up, read
 
 PATIENCE_SECONDS = 300.0
-"""So long a job may take to its first heartbeat, and may be silent while its processes are known to live."""
+"""Seconds that a job may take until its first heartbeat, and may be silent while its processes are known to live."""
 
 
 @dataclass(frozen=True)
-class Sight:
-    """What has been seen of a job.
+class JobSeen:
+    """The observed state of a job.
 
-    :param progress: of its last heartbeat; empty before the first.
+    :param progress: the progress in its last heartbeat; empty before the first one.
     """
 
     submission: Submission
     progress: dict[str, Any]
 
 
-class Lookout:
-    """Looks at a job again and again.
+class JobWatch:
+    """A repeated observation of a job.
 
-    :param id_: of its submission.
+    :param id_: the id of its submission.
     """
 
     def __init__(self, state: State, id_: str) -> None:
@@ -43,11 +44,11 @@ class Lookout:
         self._since = time.monotonic()
         self._blind_since: float | None = None
 
-    def look(self) -> Sight:
-        """See how the job is; one that is silent for too long is given up.
+    def look(self) -> JobSeen:
+        """Return the state of the job, and give it up if it has been silent for too long.
 
-        :raises JobLost: when the state does not know the job any more.
-        :raises StateUnwritable: when the state cannot be read.
+        :raises JobLost: if the state does not know the job any more.
+        :raises StateUnwritable: if the state cannot be read.
         """
         try:
             submission = self._read()
@@ -59,36 +60,36 @@ class Lookout:
         except StateUnwritable:
             self._blind_since = self._blind_since or time.monotonic()
             raise
-        if self._blind_since is not None:  # what could not be heard meanwhile is no silence
+        if self._blind_since is not None:  # the time in which the state could not be read is not silence
             self._since += time.monotonic() - self._blind_since
             self._blind_since = None
-        sight = Sight(submission, beat.progress if beat else {})
+        seen = JobSeen(submission, beat.progress if beat else {})
         if submission.ended_at is not None:
-            return sight
+            return seen
         heard = submission.keeper, beat and beat.at
         if heard != self._heard:
             self._heard, self._since = heard, time.monotonic()
         silent, borne = time.monotonic() - self._since, patience(submission, beat)
         if silent < borne:
-            return sight
+            return seen
         submission = self._read()  # it may just have ended
         if submission.ended_at is None:
             give_up(self._state, submission, _reason(submission, beat, silent, borne))
             submission = self._read()
-        return Sight(submission, sight.progress)
+        return JobSeen(submission, seen.progress)
 
     def _read(self) -> Submission:
         submission = read(self._state, self._id)
         if submission is None:
             raise JobLost(
                 f"the state {self._state.url} does not know the job {self._id} any more",
-                "Has the pipeline been dropped, or its state been removed? Then provision it first.",
+                "If the pipeline has been dropped or its state removed, provision it first.",
             )
         return submission
 
 
 def patience(submission: Submission, beat: Heartbeat | None) -> float:
-    """For how many seconds of silence a job is not lost.
+    """Return the seconds of silence after which a job counts as lost.
 
     :param beat: its last heartbeat.
     """
@@ -106,5 +107,5 @@ def _reason(submission: Submission, beat: Heartbeat | None, silent: float, borne
     if not borne and submission.keeper_killed:
         return f"its keeper, {submission.keeper}, was killed, and all its processes with it"
     if not borne:
-        return "its processes have ended without a word"
-    return f"{'no' if beat is None else 'no further'} heartbeat has come for {silent:.0f} seconds"
+        return "its processes have ended without reporting a result"
+    return f"there has been {'no' if beat is None else 'no further'} heartbeat for {silent:.0f} seconds"

@@ -1,7 +1,7 @@
-"""Makes files and folders that only this user can read, unless their folder was made for a group.
+"""Creates files and folders that only this user can read, unless their folder was created for a group.
 
-A folder that is closed to others, but not to its group, was made so on purpose: what is made in it is as open to the
-group. The permissions of what exists already are never changed.
+If a folder is closed to others but open to its group, this was done on purpose: new files and folders in it are equally
+open to the group. The permissions of existing files and folders are never changed.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from pathlib import Path
 
 
 def make_folder(folder: Path, root: Path) -> None:
-    """Make a folder, and those above it that are missing.
+    """Create a folder and its missing parents.
 
-    :param root: the outermost folder that is ours, ``folder`` itself or above it: closed to all others if it is made
-        here. Folders above it are made as open as the process makes them.
+    :param root: the outermost folder that belongs to the pipeline, ``folder`` itself or a parent of it. If it is
+        created, it is closed to all others. Folders above it get the default permissions of the process.
     """
     if folder.is_dir():
         return
@@ -33,11 +33,11 @@ def make_folder(folder: Path, root: Path) -> None:
 
 
 def open_file(path: str, flags: int) -> int:
-    """Open a file, as the ``opener`` of :func:`open`."""
+    """Open a file with private permissions; an ``opener`` for :func:`open`."""
     descriptor = os.open(path, flags, 0o600)
     group = _group_access(Path(path).parent) & 0o060
     found = os.fstat(descriptor)
-    # Not that of a file which was there: who made it has decided.
+    # Permissions of an existing file are kept, because its creator chose them.
     if group and flags & os.O_CREAT and found.st_size == 0 and found.st_uid == os.geteuid():
         os.fchmod(descriptor, 0o600 | group)
     return descriptor

@@ -1,9 +1,9 @@
-"""Requests to read tables again, left in the state for the live stream, which carries them out between two units.
+"""Requests to re-read tables, left in the state for the live stream, which fulfills them between two units.
 
-A request is a file with a name that its author may have chosen before, so that an author who was killed finds it again.
-It stays as long as something of it has not been done, and says what it waits for; in its place comes the outcome, which
-says how it ended. An author withdraws what nobody is there to do, and does it himself. That two do the same in between
-is harmless: rows that are read twice are the source's rows.
+A request is a file. Its author may choose the name in advance, so that an author that was killed finds it again. The
+file remains until the request is fulfilled, and states what the request waits for; then it is replaced by the outcome.
+If no process is left to fulfill a request, the author withdraws it and does the work itself. It is harmless if both do
+the work at the same time, because rows that are read twice are the source's rows.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ OUTCOMES = "outcomes"
 
 
 class Standing(StrEnum):
-    """How a request stands, for who waits for it."""
+    """The state of a request, for processes that wait for it."""
 
     ENDED = "ended"
     """It has an outcome."""
     BUSY = "busy"
-    """Somebody is at work who will carry it out, or whose end has to be awaited."""
+    """A process is working that will fulfill it, or whose end must be awaited."""
     FREE = "free"
-    """It has not been left, and can be: a stream lives, or nobody who is in the way of doing it oneself."""
+    """It does not exist, and can be made: a stream is alive, or no job prevents the author from doing the work."""
     ORPHANED = "orphaned"
-    """It has been left, and nobody lives who would carry it out."""
+    """It exists, and no job is alive that would fulfill it."""
 
 
 def new_name() -> str:
-    """A name for a request; later ones sort behind earlier ones."""
+    """Return a name for a request; later names sort after earlier ones."""
     return f"{time.time():.6f}-{uuid.uuid4().hex[:8]}"
 
 
 def withdraw(state: State, name: str) -> bool:
-    """Take a request back; a stream that is reading for it finishes that table.
+    """Withdraw a request; a stream that is already reading for it finishes that table.
 
-    :returns: whether it was still there.
+    :returns: whether it still existed.
     """
     there = _left(state, name)
     state.remove(request_file(REQUESTS, name))
@@ -52,20 +52,23 @@ def withdraw(state: State, name: str) -> bool:
 
 
 def outcome(state: State, name: str) -> dict[str, Any] | None:
-    """How a request ended: ``rows`` by table, ``ended_at`` in seconds since 1970, and ``error`` with kind, message,
-    solution and retry if a table could not be read. ``None`` while it has not ended, and when that is long ago: of
-    more than :data:`MOST_OUTCOMES` the older half is forgotten."""
+    """Return the outcome of a request.
+
+    :returns: ``rows`` by table, ``ended_at`` in seconds since 1970, and ``error`` with kind, message, solution and
+        retry if a table could not be read. ``None`` if the request has not ended, or ended long ago: if there are more
+        than :data:`MOST_OUTCOMES`, the older half is removed.
+    """
     return state.read_sound(request_file(OUTCOMES, name), as_outcome)
 
 
 def waiting(state: State, name: str) -> str | None:
-    """What a request waits for, as far as the stream has said so."""
+    """Return what a request waits for, if the stream has reported it."""
     found = state.read_sound(request_file(REQUESTS, name), dict[str, Any])
     return found.get("waiting") if found else None
 
 
 def standing(state: State, name: str) -> Standing:
-    """Tell how a request stands."""
+    """Return the state of a request."""
     if outcome(state, name) is not None:
         return Standing.ENDED
     alive = [beat.part for beat in read_heartbeats(state) if beat.alive]
@@ -79,7 +82,7 @@ def request_file(folder: str, name: str) -> str:
 
 
 def _left(state: State, name: str) -> bool:
-    """Whether there is a request of a name, be it a damaged one, to which the stream gives an outcome as well."""
+    """Return whether a request exists; a damaged one counts, because the stream writes an outcome for it as well."""
     try:
         return state.read(request_file(REQUESTS, name)) is not None
     except StateDamaged:

@@ -1,8 +1,8 @@
-"""Jobs that somebody else submits and watches: the life of each stands in a file of the state.
+"""Jobs that another process submits and watches; the state has a file for each of them.
 
-Whoever submits a job writes its file before anything is started, and gives the job its id in the environment. The
-job's heartbeats carry the id, and when the job ends it writes how. A request to stop it is a file of its own, which
-outlives the job: who would begin it again sees that it is not wanted any more.
+The submitting process writes the file before it starts anything, and passes the id to the job in the environment. The
+job's heartbeats have the id, and when the job ends, it writes its result into the file. A request to stop the job is a
+separate file that outlives the job, so that a process that would restart it sees that it is not wanted any more.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from airflow_cdc_provider.engine.state.heartbeat import Owner, read_heartbeat, r
 T = TypeVar("T")
 
 VARIABLE = "AIRFLOW_CDC_SUBMISSION"
-"""Carries the id to the job."""
+"""Environment variable that passes the id to the job."""
 STATE_VARIABLE = "AIRFLOW_CDC_STATE"
-"""Carries the URL of the pipeline's state to the job, which so can say that it cannot read the pipeline file."""
+"""Environment variable that passes the URL of the state, so that the job can report an unreadable pipeline file."""
 KEPT = 20
-"""So many of the latest submissions are remembered however old they are, others until an hour after their end."""
+"""Number of the latest submissions that are kept whatever their age; others are kept for an hour after their end."""
 _KEPT_SECONDS = 3600.0
 WRITE_SECONDS = 120.0
-"""So long it is tried to write what only this process knows."""
+"""Seconds for which writing is retried if only this process has the information."""
 STOP_SECONDS = 15.0
-"""So long a stop is waited for; the keeper of a job needs half of it."""
+"""Seconds to wait for a job to stop; the keeper of a job needs half of it."""
 _AGAIN_SECONDS = 0.5
 _FOLDER, _STOPS = "submissions", "stops"
 
 
 class Status(StrEnum):
-    """What has become of a job.
+    """The status of a job.
 
-    ``ending`` is one that is to be killed and has not ended yet. ``done`` is also one that a user asked to stop; one
-    that ended without that, before its work was done, and one that Airflow has killed, are ``stopped``.
+    A job that is to be killed and has not ended yet is ``ending``. A job that a user asked to stop is ``done``, too. A
+    job that ended without such a request before its work was done is ``stopped``, as is one that Airflow has killed.
     """
 
     RUNNING = "running"
@@ -54,10 +54,10 @@ class Status(StrEnum):
 
 
 class Asker(StrEnum):
-    """Who asks a job to stop.
+    """The origin of a request to stop a job.
 
-    A user, by ``airflow-cdc stop``, waits until the job has ended its unit, and does not want it to be begun again.
-    Airflow, and a watcher that takes the job for lost, let it be killed after some seconds.
+    After a user's request (``airflow-cdc stop``), the job finishes its unit and is not restarted. After a request by
+    Airflow, or by a watcher that considers the job lost, the job is killed after some seconds.
     """
 
     USER = "user"
@@ -71,20 +71,20 @@ KILLERS = frozenset({Asker.AIRFLOW, Asker.WATCHER})
 
 @dataclass(frozen=True)
 class Submission:
-    """The life of a job.
+    """A submitted job, from its submission to its end.
 
     :param pipeline: the pipeline's name.
-    :param part: the part of the run that the job is.
+    :param part: the part of the run that the job works on.
     :param command: its command line.
-    :param submitted_at: as the other times in seconds since 1970.
-    :param keeper: the process that started it and will see its end; ``None`` before.
+    :param submitted_at: time of the submission, like the other times in seconds since 1970.
+    :param keeper: the process that started it and waits for its end; ``None`` before that.
     :param log: path of its output on the keeper's host.
-    :param ended_at: when somebody wrote how it ended.
-    :param result: what the command returned.
-    :param error: ``kind``, ``message``, ``solution`` and ``retry`` of what it failed of.
-    :param application: id of the Spark application that it was; written at its end.
+    :param ended_at: time when its end was recorded.
+    :param result: the result of the command.
+    :param error: ``kind``, ``message``, ``solution`` and ``retry`` of the error with which it failed.
+    :param application: id of its Spark application; written at its end.
     :param cluster: whether its driver runs on a cluster, where it outlives its keeper.
-    :param hosts: names and addresses of the host where the keeper has started it, at which its Spark UI may be.
+    :param hosts: names and addresses of the host on which the keeper started it, where its Spark UI may be.
     """
 
     id: str
@@ -104,14 +104,14 @@ class Submission:
 
     @classmethod
     def new(cls, pipeline: str, part: str, command: list[str]) -> Submission:
-        """A submission that is about to be started; ids sort by time."""
+        """Return a submission that is about to be started; ids sort by time."""
         now = time.time()
         return cls(f"{int(now * 1000):014d}-{uuid.uuid4().hex[:8]}", pipeline, part, command, now)
 
     def status(self, askers: Askers) -> Status:
-        """What has become of it.
+        """Return the status of the job.
 
-        :param askers: who has asked it to stop.
+        :param askers: the origins of requests to stop it.
         """
         if self.ended_at is None:
             return Status.ENDING if askers & KILLERS else Status.RUNNING
@@ -127,28 +127,28 @@ class Submission:
 
     @property
     def lives(self) -> bool:
-        """Whether it must be taken for alive: it has not ended, or the keeper to which it belongs has not."""
+        """Return whether the job counts as alive: it has not ended, or the keeper to which it belongs has not."""
         return self.ended_at is None or bool(not self.cluster and self.keeper and self.keeper.lives)
 
     @property
     def keeper_killed(self) -> bool:
-        """Whether the process to which the job belongs is known to have ended before it."""
+        """Return whether the keeper to which the job belongs is known to have ended before the job."""
         return self.ended_at is None and not self.cluster and self.keeper is not None and self.keeper.lives is False
 
     @property
     def may_be_tried_again(self) -> bool:
-        """Whether it failed of what another try may overcome."""
+        """Return whether it failed with an error that a retry may overcome."""
         return self.error is not None and self.error["retry"] == Retry.RETRY.value
 
     @property
     def finished(self) -> bool:
-        """Whether its result says that its work is done."""
+        """Return whether its result shows that its work is done."""
         result = self.result or {}
         return bool(result.get("caught_up", result.get("finished") == result.get("chunks")))
 
 
 def read(state: State, id_: str) -> Submission | None:
-    """Return a submission, ``None`` when its file has been removed, or is damaged."""
+    """Return a submission; ``None`` if its file has been removed or is damaged."""
     return state.read_sound(f"{_FOLDER}/{id_}.json", _as_submission)
 
 
@@ -172,41 +172,41 @@ def end(
     result: dict[str, Any] | None = None,
     error: dict[str, str] | None = None,
 ) -> None:
-    """Write how a job ended, unless it is known; only the exit code is added then."""
+    """Record the end of a job; if it is already recorded, add only the exit code."""
     submission = read(state, id_)
     if submission is None:
         return
     if submission.ended_at is None:
         known = replace(submission, result=result, error=error, application=_application(state, submission))
         if error is None and not known.finished and submission.keeper_killed and not askers(state, id_):
-            # Its driver has ended in order, as it was told to when the keeper was gone.
+            # Its driver has ended in an orderly way, as it does when the keeper is gone.
             known = replace(known, error=as_outcome(_without_keeper(submission)))
         submission = replace(known, ended_at=time.time())
     write(state, replace(submission, exit_code=submission.exit_code if exit_code is None else exit_code))
-    with contextlib.suppress(Exception):  # the end is written, and files of other jobs may be anything
+    with contextlib.suppress(Exception):  # the end is recorded, and files of other jobs may be damaged
         _forget_old(state)
 
 
 def _application(state: State, submission: Submission) -> str | None:
-    """The id of a job's Spark application, if its heartbeat tells."""
-    with contextlib.suppress(Exception):  # which may be anything, and the end has to be written
+    """Return the id of a job's Spark application, if its heartbeat has it."""
+    with contextlib.suppress(Exception):  # the heartbeat may be damaged, and the end must be recorded
         beat = read_heartbeat(state, submission.part)
         return beat.application if beat is not None and beat.submission == submission.id else None
     return None
 
 
 def end_ours(exit_code: int, result: dict[str, Any] | None, error: CdcError | None) -> None:
-    """Write how this process ends, if it was submitted."""
+    """Record the end of this process, if it was submitted."""
     id_, url = os.environ.get(VARIABLE), os.environ.get(STATE_VARIABLE)
     if id_ and url:
         outcome = as_outcome(error) if error is not None else None
-        with contextlib.suppress(StateUnwritable):  # who watches learns it otherwise, if later
+        with contextlib.suppress(StateUnwritable):  # a watcher notices the end anyway, only later
             state = State(url)
-            insist(lambda: end(state, id_, exit_code=exit_code, result=result, error=outcome))
+            retry_until_success(lambda: end(state, id_, exit_code=exit_code, result=result, error=outcome))
 
 
 def cause_of(error: CdcError) -> CdcError:
-    """Return what has ended this process: the end of its keeper, if that is gone, and not what broke by it."""
+    """Return the error that caused another: if the keeper of this process is gone, its end and not the consequence."""
     id_, url = os.environ.get(VARIABLE), os.environ.get(STATE_VARIABLE)
     if error.retry is Retry.RETRY and id_ and url:
         with contextlib.suppress(StateUnwritable):
@@ -221,31 +221,31 @@ def _without_keeper(submission: Submission) -> JobLost:
 
 
 def lost(submission: Submission, why: str) -> JobLost:
-    """Return the error of a job that has ended, or must be taken to have ended, without a word of its own."""
+    """Return the error of a job that has ended, or counts as ended, without reporting a result."""
     return JobLost(
         f"the Spark job of {submission.part} is lost: {why}",
-        "Nothing to do if Airflow tries again: what has been committed stays, and a job that is alive after all"
-        " cannot commit beside its successor.",
+        "If Airflow retries, do nothing: committed data remains, and if the job is alive after all, it cannot commit"
+        " at the same time as its successor.",
     )
 
 
 def check_wanted() -> None:
-    """Do not begin what nobody wants any more. A cluster may begin a driver long after it was submitted.
+    """Refuse to begin a job that is not wanted any more, because a cluster may start a driver long after submission.
 
-    :raises JobLost: when this process was submitted, and has been given up or is to be killed.
+    :raises JobLost: if this process was submitted, and has been given up or is to be killed.
     """
     id_, url = os.environ.get(VARIABLE), os.environ.get(STATE_VARIABLE)
     if not (id_ and url):
         return
     state = State(url)
-    if insist(lambda: given_up(state, id_) or bool(askers(state, id_) & KILLERS)):
-        raise JobLost("the Spark job was ended before it began", "Nothing to do: its successor goes on.")
+    if retry_until_success(lambda: given_up(state, id_) or bool(askers(state, id_) & KILLERS)):
+        raise JobLost("the Spark job was ended before it began", "Do nothing: its successor continues the work.")
 
 
-def insist(step: Callable[[], T]) -> T:
-    """Do something with the state, which may be out of reach for a while.
+def retry_until_success(step: Callable[[], T]) -> T:
+    """Repeat a step until it succeeds, because the state may be temporarily unreachable.
 
-    :raises StateUnwritable: when it stays so for :data:`WRITE_SECONDS`.
+    :raises StateUnwritable: if it still fails after :data:`WRITE_SECONDS`.
     """
     deadline = time.monotonic() + WRITE_SECONDS
     while True:
@@ -258,29 +258,29 @@ def insist(step: Callable[[], T]) -> T:
 
 
 def as_outcome(error: CdcError) -> dict[str, str]:
-    """An error as it stands in a submission."""
+    """Return an error as written to a submission."""
     return error.as_dict() | {"retry": error.retry.value}
 
 
 def give_up(state: State, submission: Submission, why: str) -> None:
-    """Take a job for lost; should it be alive after all, it is asked to end, and others need not heed it."""
+    """Declare a job lost, and ask it to stop in case it is still alive; other jobs may then ignore it."""
     ask_to_stop(state, submission.id, Asker.WATCHER)
     end(state, submission.id, error=as_outcome(lost(submission, why)))
 
 
 def given_up(state: State, id_: str | None) -> bool:
-    """Whether a job with a heartbeat has ended as far as others are concerned."""
+    """Return whether other jobs may ignore a job with a heartbeat, because its end is recorded."""
     submission = read(state, id_) if id_ else None
     return submission is not None and submission.ended_at is not None
 
 
 def ask_to_stop(state: State, id_: str, asker: Asker) -> None:
-    """Ask a job to stop, whether it has begun or not."""
+    """Ask a job to stop, even if it has not begun."""
     state.write(f"{_STOPS}/{id_}.json", {"askers": sorted({*askers(state, id_), asker}), "at": time.time()})
 
 
 def stop(state: State, id_: str, seconds: float = STOP_SECONDS) -> bool:
-    """Stop a job, and wait for its end: its current unit ends or is aborted.
+    """Stop a job and wait for its end; its current unit is finished or aborted.
 
     :returns: whether it has ended in time.
     """
@@ -294,13 +294,13 @@ def stop(state: State, id_: str, seconds: float = STOP_SECONDS) -> bool:
 
 
 def askers(state: State, id_: str) -> Askers:
-    """Return who has asked a job to stop; nobody where the request is damaged, so that it can be made again."""
+    """Return the origins of requests to stop a job; empty if the file is damaged, so that requests can be repeated."""
     asked = state.read_sound(f"{_STOPS}/{id_}.json", lambda values: frozenset(map(Asker, values["askers"])))
     return asked or frozenset()
 
 
 def awaited(state: State) -> list[Submission]:
-    """The latest submission of each part that is alive or will be tried again, unless a user has asked it to stop."""
+    """Return each part's latest submission if it is alive or will be retried, unless a user has asked it to stop."""
     latest = {submission.part: submission for submission in read_all(state)}
     return [
         submission
@@ -311,17 +311,17 @@ def awaited(state: State) -> list[Submission]:
 
 
 def unended(state: State) -> frozenset[str]:
-    """The ids of submissions of which nobody knows an end."""
+    """Return the ids of submissions whose end is not recorded."""
     return frozenset(submission.id for submission in read_all(state) if submission.ended_at is None)
 
 
 def read_all(state: State) -> list[Submission]:
-    """All submissions that are remembered, in the order of their beginning."""
+    """Return all submissions that are kept, oldest first."""
     return [*newest_first(state)][::-1]
 
 
 def newest_first(state: State) -> Iterator[Submission]:
-    """Read submissions from the last one on, each file only when it is asked for."""
+    """Yield submissions from the newest to the oldest; each file is read only when it is needed."""
     for name in reversed(state.names(_FOLDER)):
         submission = read(state, name.rpartition("/")[2].removesuffix(".json"))
         if submission is not None:
@@ -329,7 +329,7 @@ def newest_first(state: State) -> Iterator[Submission]:
 
 
 def _forget_old(state: State) -> None:
-    """Remove submissions that ended long ago, and those without a sign of life whose part has ended since."""
+    """Remove submissions that ended long ago, and silent ones whose part has ended since."""
     submissions = read_all(state)
     ended = {s.part: s.id for s in submissions if s.ended_at is not None}
     beating = {beat.submission for beat in read_heartbeats(state)}

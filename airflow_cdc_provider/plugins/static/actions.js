@@ -1,4 +1,4 @@
-// Buttons for what the user may do to a pipeline. Airflow's REST API does it, and decides again whether the user may.
+// Buttons for the actions that the user may take on a pipeline. Airflow's REST API does them, and checks permissions.
 
 import { ChakraUI, React, ReactRouterDOM, h, send } from "./host.js";
 
@@ -10,7 +10,7 @@ const dagPath = (id) => `api/v2/dags/${encodeURIComponent(id)}`;
 
 const setPaused = (id, paused) => send("PATCH", `${dagPath(id)}?update_mask=is_paused`, { is_paused: paused });
 
-// What the pipeline was last run with, such as a stream that is to go on until it is stopped.
+// The configuration of the pipeline's last run, such as a stream that runs until it is stopped.
 async function lastConf({ dag_id, shared }, pipeline) {
   const { dag_runs: runs } = await send("GET", `${dagPath(dag_id)}/dagRuns?order_by=-run_after&limit=100`);
   return runs.find(({ conf }) => !shared || conf?.pipeline === pipeline.file)?.conf ?? {};
@@ -24,10 +24,10 @@ async function trigger({ dag_id, shared }, pipeline, before = {}) {
 
 const stop = async (pipeline) => {
   const { asked } = await send("POST", `cdc/api/pipelines/${encodeURIComponent(pipeline.name)}/stop`);
-  return { text: asked.length ? `Asked to stop: ${asked.join(", ")}.` : "No job was at work." };
+  return { text: asked.length ? `Asked to stop: ${asked.join(", ")}.` : "No job was running." };
 };
 
-/** @param {() => void} reload called when something has been done. */
+/** @param {() => void} reload called after an action. */
 export function Actions({ pipeline, reload }) {
   const [asked, setAsked] = useState(null);
   const [busy, setBusy] = useState(false);
@@ -39,7 +39,7 @@ export function Actions({ pipeline, reload }) {
       mayStop && {
         title: "Stop",
         question: `Stop ${pipeline.name}?`,
-        text: "Its job ends after the unit it is at; nothing is lost. The next run goes on from there.",
+        text: "Its job ends after the current unit; no data is lost. The next run continues from there.",
         act: () => stop(pipeline),
       },
     atWork &&
@@ -48,7 +48,7 @@ export function Actions({ pipeline, reload }) {
       !dag.is_paused && {
         title: "Pause",
         question: `Pause ${pipeline.name}?`,
-        text: `Its job ends after the unit it is at, and Dag ${dag.dag_id} is paused${dag.shared ? ", for all pipelines that it runs" : ""}: nothing begins it again. Meanwhile the source keeps its log.`,
+        text: `Its job ends after the current unit, and Dag ${dag.dag_id} is paused${dag.shared ? ", for all pipelines that it runs" : ""}, so that no new run starts. Meanwhile the source retains its log.`,
         act: async () => {
           await setPaused(dag.dag_id, true);
           return { text: `${(await stop(pipeline)).text} Dag ${dag.dag_id} is paused.` };
@@ -64,7 +64,7 @@ export function Actions({ pipeline, reload }) {
           return trigger(dag, pipeline, await lastConf(dag, pipeline));
         },
       },
-    // To unpause it would also begin its schedule, which nobody asked for.
+    // The Dag is not unpaused automatically, because that would also start its schedule.
     pipeline.state !== "new" &&
       verify?.may_trigger && {
         title: "Verify",

@@ -1,4 +1,4 @@
-// Charts over time, drawn as SVG in the colours of Airflow's theme.
+// Charts over time, drawn as SVG in the colors of Airflow's theme.
 
 import { ChakraUI, React, h, useWidth } from "./host.js";
 import { clock, moment } from "./format.js";
@@ -7,13 +7,13 @@ const { Box, Flex, Text } = ChakraUI;
 const { useState } = React;
 
 const MARGIN = { top: 10, right: 8, bottom: 20, left: 62 };
-// An interval without samples that is so much longer than usual is one in which no job was at work.
+// If an interval without samples is longer than usual by this factor, no job was running.
 const GAP = 6;
 
 const color = (token) => `var(--chakra-colors-${token.replace(".", "-")})`;
 const label = { fontSize: "11px", fill: color("fg.muted") };
 
-/** Round steps for an axis up to `top`; bytes go by powers of two. */
+/** Round steps for an axis up to `top`; steps of bytes are powers of two. */
 function ticks(top, binary) {
   const rough = top / 3 || 1;
   const base = binary ? 1024 ** Math.floor(Math.log2(rough) / 10) : 10 ** Math.floor(Math.log10(rough));
@@ -30,13 +30,13 @@ function timeTicks(from, to, width) {
   return { step, at: Array.from({ length: Math.max(0, Math.floor((to - first) / step) + 1) }, (_, i) => first + i * step) };
 }
 
-/** The stretches of a line between moments without samples. */
+/** The parts of a line between intervals without samples. */
 function stretches(points) {
   const gaps = points.slice(1).map((point, i) => point[0] - points[i][0]);
   const usual = [...gaps].sort((a, b) => a - b)[gaps.length >> 1] ?? 0;
   const found = [];
   points.forEach((point, i) => {
-    // Older samples stand further apart; a gap is one among its neighbours, too.
+    // Older samples are further apart, so a gap must also be longer than its neighbors.
     const near = Math.max(usual, gaps[i - 2] ?? 0, gaps[i] ?? 0);
     if (i === 0 || gaps[i - 1] > GAP * near) found.push([]);
     found.at(-1).push(point);
@@ -50,7 +50,7 @@ function stretches(points) {
  * @param {number[]} at seconds since 1970, ascending.
  * @param {(number|null)[]} values
  * @param {(value: number) => string} format
- * @param {{value: number, text: string}} [limit] a horizontal line, above the axis if the values are far below it.
+ * @param {{value: number, text: string}} [limit] a horizontal line; at the top edge if the values are far below it.
  */
 export function Chart({ title, at, values, format, binary = false, limit, palette = "blue", height = 150 }) {
   const [ref, width] = useWidth();
@@ -159,7 +159,7 @@ function Plot({ title, points, format, binary, limit, palette, height, width, ho
   );
 }
 
-/** The shape of a few values, for a line of a table. */
+/** A sparkline of a few values, for a row of a table. */
 export function Spark({ values, palette = "blue", width = 72, height = 20 }) {
   if (values.length < 2) return null;
   const top = Math.max(...values) || 1;

@@ -1,4 +1,4 @@
-// One pipeline: what it does now, its slot over time, chunks, batches and errors.
+// One pipeline: its current state, its slot over time, chunks, batches and errors.
 
 import { ChakraUI, React, h, usePolled, useWidth } from "./host.js";
 import { Actions } from "./actions.js";
@@ -36,7 +36,7 @@ export function Detail({ name, trail }) {
       ),
       h(Text, { color: "fg.muted", fontSize: "xs", mt: 1, overflowWrap: "anywhere" }, describeFile(pipeline)),
     ),
-    error && h(Problem, { error, status: "warning", title: "What is shown may be old: the server does not answer" }),
+    error && h(Problem, { error, status: "warning", title: "The server does not answer; the data shown may be outdated" }),
     h(Troubles, { pipeline }),
     pipeline.state === "new" ? h(NotRun, { pipeline }) : pipeline.state !== "invalid" && pipeline.state !== "unreadable" && h(Body, { pipeline, width }),
   );
@@ -51,7 +51,7 @@ function Troubles({ pipeline: { error, restart, waiting, slot, now } }) {
     null,
     error && h(Problem, { error, note: next, status: restart ? "warning" : "error" }),
     waiting && h(Problem, { error: { message: waiting }, status: "warning", title: "Waiting" }),
-    slot?.error && h(Problem, { error: slot.error, status: "warning", title: "The source could not be asked for the slot" }),
+    slot?.error && h(Problem, { error: slot.error, status: "warning", title: "The slot could not be read from the source" }),
   );
 }
 
@@ -148,13 +148,13 @@ function Slot({ pipeline: { slot, series, now } }) {
 
 const Title = ({ children }) => h(Text, { as: "h3", color: "fg.muted", fontSize: "xs", mb: 1, mt: 4 }, children);
 
-/** The log from where the server must keep it to its end, and what stands between. */
+/** The log from the position where the server must keep it to its end, and the positions between. */
 function Ruler({ slot }) {
   const marks = [
-    ["restart_lsn", slot.restart_lsn, null, "The source keeps its log from here on"],
+    ["restart_lsn", slot.restart_lsn, null, "The source keeps its log from here"],
     ["confirmed_flush_lsn", slot.confirmed_flush_lsn, slot.acknowledged_bytes, "Acknowledged to the source"],
     ["applied LSN", slot.applied_lsn ?? "–", slot.applied_bytes, "Durable in the sink"],
-    ["end of log", "", slot.lag_bytes, "Written, not applied yet"],
+    ["end of log", "", slot.lag_bytes, "Written but not applied yet"],
   ];
   const colors = ["bg.emphasized", "green.solid", "purple.solid"];
   const parts = [slot.acknowledged_bytes, slot.applied_bytes, slot.lag_bytes];
@@ -187,7 +187,7 @@ function Snapshot({ pipeline: { tables, snapshot } }) {
   const [all, setAll] = useState(false);
   const sum = (key) => tables.reduce((total, table) => total + table[key], 0);
   const [chunks, finished] = [sum("chunks"), sum("finished")];
-  // Those that are being worked on first.
+  // Tables in progress come first.
   const order = [...tables].sort((a, b) => (a.finished === a.chunks) - (b.finished === b.chunks));
   const shown = all ? order : order.slice(0, FEW);
   const eta = snapshot?.eta == null ? "" : `, ${duration(snapshot.eta)} left`;

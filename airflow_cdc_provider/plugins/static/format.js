@@ -1,4 +1,4 @@
-// Numbers and times for people.
+// Formats numbers and times for people.
 
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 const NONE = "–";

@@ -1,4 +1,4 @@
-// What Airflow's page shares with plugins, and how this one talks to the server.
+// The libraries that Airflow's page shares with plugins, and the requests of this plugin to the server.
 
 const { React, ChakraUI, ReactRouterDOM } = globalThis;
 
@@ -6,10 +6,10 @@ export { React, ChakraUI, ReactRouterDOM };
 export const h = React.createElement;
 const { useEffect, useState } = React;
 
-// The base element knows where Airflow is served from, whatever that is.
+// The base element has the address that Airflow is served from.
 const address = (path) => new URL(path, document.baseURI);
 
-/** An answer of the server other than what was asked for. */
+/** An error response of the server. */
 export class Refused extends Error {
   constructor(status, message) {
     super(message);
@@ -17,7 +17,7 @@ export class Refused extends Error {
   }
 }
 
-/** Send a request as the user who looks at the page; returns the answer's object. */
+/** Sends a request as the user of the page; returns the object in the response. */
 export async function send(method, path, body, signal) {
   const answer = await fetch(address(path), {
     method,
@@ -31,7 +31,7 @@ export async function send(method, path, body, signal) {
   try {
     value = text ? JSON.parse(text) : null;
   } catch {
-    // Some proxies answer with a page of their own.
+    // Some proxies answer with their own page.
   }
   if (!answer.ok) {
     const detail = value?.detail;
@@ -41,9 +41,9 @@ export async function send(method, path, body, signal) {
 }
 
 /**
- * The answer to a GET, asked again every few seconds while the page is in sight.
+ * The response to a GET, requested again every few seconds while the page is visible.
  *
- * @returns {{value, error, reload}} the latest answer stays while later requests fail.
+ * @returns {{value, error, reload}} the latest response is kept while later requests fail.
  */
 export function usePolled(path, seconds) {
   const [found, setFound] = useState({});
@@ -77,7 +77,7 @@ export function usePolled(path, seconds) {
   return { ...current, reload: () => setTurn((before) => before + 1) };
 }
 
-/** A ref, and the width in pixels of the element that it is given to; 0 before it is known. */
+/** A ref, and the width in pixels of the element that has it; 0 until it is known. */
 export function useWidth() {
   const [element, setElement] = useState(null);
   const [width, setWidth] = useState(0);

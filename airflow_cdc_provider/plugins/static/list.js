@@ -1,4 +1,4 @@
-// All pipelines, a line each: those that need somebody first.
+// All pipelines, one row for each; those that need attention come first.
 
 import { ChakraUI, React, ReactRouterDOM, h } from "./host.js";
 import { Spark } from "./chart.js";
@@ -10,7 +10,7 @@ const { useMemo, useState } = React;
 
 const GROUPS = { attention: "Need attention", running: "Running", idle: "Idle" };
 
-// What a column shows and is sorted by; numbers sort from the largest.
+// The values that a column shows and is sorted by; numbers are sorted from the largest.
 const COLUMNS = [
   { key: "name", title: "Pipeline", of: (p) => p.name },
   { key: "state", title: "State", of: urgency },
@@ -29,7 +29,7 @@ function sorted(pipelines, { key, reverse }) {
   return [...pipelines].sort((a, b) => known(a, b) || urgency(a) - urgency(b) || compare(a.name, b.name));
 }
 
-/** @param {(pipeline) => string} to where a pipeline's page is. */
+/** @param {(pipeline) => string} to the address of a pipeline's page. */
 export function PipelineList({ pipelines, now, to, narrow }) {
   const [text, setText] = useState("");
   const [group, setGroup] = useState(null);
@@ -50,7 +50,7 @@ export function PipelineList({ pipelines, now, to, narrow }) {
       { align: "center", gap: 3, mb: 3, wrap: "wrap" },
       h(
         ButtonGroup,
-        { "aria-label": "Which pipelines", attached: true, role: "group", size: narrow ? "xs" : "sm", variant: "outline" },
+        { "aria-label": "Filter pipelines", attached: true, role: "group", size: narrow ? "xs" : "sm", variant: "outline" },
         [[null, "All", pipelines.length], ...Object.entries(GROUPS).map(([key, title]) => [key, title, size(key)])].map(([key, title, number]) =>
           h(
             Button,
@@ -115,7 +115,7 @@ function Lines({ pipelines, now, to, order, setOrder }) {
   );
 }
 
-/** A pipeline on a phone. */
+/** A pipeline on a narrow screen. */
 function Line({ pipeline: p, now, to }) {
   const facts = [
     (p.lag_messages ?? p.lag_bytes) != null && ["lag", `${lagSize(p)}${p.lag_seconds == null ? "" : ` · ${duration(p.lag_seconds)}`}`],

@@ -1,4 +1,4 @@
-// The page CDC and the tab of the same name on each Dag. Airflow imports this module and renders what it leaves behind.
+// The page CDC and the tab of the same name on each Dag. Airflow imports this module and renders `AirflowPlugin`.
 
 import { ChakraUI, React, ReactRouterDOM, h, send, usePolled, useWidth } from "./host.js";
 import { Detail } from "./detail.js";
@@ -11,7 +11,7 @@ const { useEffect, useState } = React;
 const SECONDS = 10;
 const NARROW = 760;
 
-/** Which pipelines belong to a Dag: its own, and those that recent runs were given, or are by default. */
+/** Tests whether a pipeline belongs to a Dag: it is the Dag's own, its default, or a parameter of a recent run. */
 function useIsOfDag(dagId) {
   const [files, setFiles] = useState([]);
   useEffect(() => {
@@ -32,7 +32,7 @@ function Page({ dagId }) {
   const [ref, width] = useWidth();
   const pipelines = value?.pipelines.filter(isOfDag);
   const name = search.get("pipeline") ?? (pipelines?.length === 1 ? pipelines[0].name : null);
-  // The scrollbar of the frame must not change the width that decides whether there is one.
+  // The frame's scrollbar must not change the width, because the width determines whether there is a scrollbar.
   return h(
     Box,
     { "data-cdc": true, height: "100%", overflowX: "hidden", overflowY: "auto", p: width && width < NARROW ? 3 : 5, ref, scrollbarGutter: "stable" },
@@ -47,7 +47,7 @@ function All({ dagId, error, narrow, pipelines, value }) {
     React.Fragment,
     null,
     !dagId && h(Heading, { as: "h1", mb: 3, size: "xl" }, "Change data capture"),
-    error && h(Problem, { error, status: value ? "warning" : "error", title: value ? "What is shown may be old: the server does not answer" : "The pipelines cannot be shown" }),
+    error && h(Problem, { error, status: value ? "warning" : "error", title: value ? "The server does not answer; the data shown may be outdated" : "The pipelines cannot be shown" }),
     pipelines === undefined
       ? !error && h(Flex, { justify: "center", p: 10 }, h(Spinner, { "aria-label": "Loading" }))
       : pipelines.length === 0
@@ -62,7 +62,7 @@ const Empty = ({ place }) =>
   h(
     Nothing,
     { title: "No pipelines yet" },
-    h(Prose, { text: `Put a pipeline file into \`${place}\`, where the API server looks for them, or set \`[airflow_cdc] pipelines\` to where yours are. Then trigger the Dag \`cdc_pipeline\` with its path.` }),
+    h(Prose, { text: `Put a pipeline file into \`${place}\`, where the API server looks for them, or set \`[airflow_cdc] pipelines\` to the location of your files. Then trigger the Dag \`cdc_pipeline\` with the path of the file.` }),
     h(
       Box,
       { as: "pre", bg: "bg.muted", borderRadius: "md", fontSize: "xs", mt: 4, p: 3, textAlign: "left", whiteSpace: "pre-wrap" },

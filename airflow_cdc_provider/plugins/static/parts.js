@@ -1,20 +1,20 @@
-// Pieces that the list and the page of one pipeline share.
+// Components that the list and the page of one pipeline share.
 
 import { ChakraUI, h } from "./host.js";
 import { bytes, share } from "./format.js";
 
 const { Alert, Badge, Box, Code, EmptyState, Flex, Text } = ChakraUI;
 
-// The palettes are Airflow's own, of its task states. The order is that of urgency.
+// The palettes are those of Airflow's task states. States are ordered by urgency.
 export const STATES = {
-  "needs attention": { palette: "failed", group: "attention", text: "It does not go on before somebody has looked at it" },
-  invalid: { palette: "failed", group: "attention", text: "The pipeline file is wrong" },
+  "needs attention": { palette: "failed", group: "attention", text: "It does not continue until you resolve the problem" },
+  invalid: { palette: "failed", group: "attention", text: "The pipeline file is invalid" },
   unreadable: { palette: "failed", group: "attention", text: "Its state cannot be read" },
-  restarting: { palette: "up_for_retry", group: "attention", text: "Its job waits to try again" },
-  starting: { palette: "scheduled", group: "running", text: "A job has been submitted, and has not reported yet" },
+  restarting: { palette: "up_for_retry", group: "attention", text: "Its job waits for the next attempt" },
+  starting: { palette: "scheduled", group: "running", text: "A job has been submitted but has not reported yet" },
   snapshotting: { palette: "running", group: "running", text: "Tables are being copied" },
-  streaming: { palette: "success", group: "running", text: "Changes are applied as they come" },
-  stopped: { palette: "queued", group: "idle", text: "No job is at work" },
+  streaming: { palette: "success", group: "running", text: "Changes are applied continuously" },
+  stopped: { palette: "queued", group: "idle", text: "No job is running" },
   new: { palette: "none", group: "idle", text: "Nothing has run yet" },
 };
 
@@ -22,7 +22,7 @@ export const urgency = (pipeline) => Object.keys(STATES).indexOf(pipeline.state)
 
 export const StateBadge = ({ state }) => h(Badge, { colorPalette: STATES[state].palette, title: STATES[state].text, variant: "solid" }, state);
 
-/** What went wrong, and what to do about it; code stands between backquotes in both. */
+/** An error message and its solution; both may have code between backquotes. */
 export function Problem({ error, status = "error", note, title = error.kind }) {
   return h(
     Alert.Root,
@@ -47,7 +47,7 @@ export const Prose = ({ text, ...style }) =>
 const LEVELS = { ok: "blue", warning: "orange", exceeded: "red" };
 export const levelPalette = (slot) => LEVELS[slot.level] ?? "blue";
 
-/** A bar that is full when the slot retains as much as its budget allows. */
+/** A bar that is full if the slot retains as much log as its budget allows. */
 export function BudgetBar({ slot, ...style }) {
   const part = share(slot.retained_bytes, slot.budget_bytes);
   return h(

@@ -31,7 +31,7 @@ _numbers = itertools.count(1)
 
 @dataclass
 class Pair:
-    """Two servers that are shared by the tests of outages, each of which leaves them running."""
+    """Two servers that the tests of outages share; each test leaves them running."""
 
     source: PostgresServer
     target: PostgresServer
@@ -44,7 +44,7 @@ class Pair:
 
 @pytest.fixture(scope="session")
 def pair(server_directory: Path) -> Iterator[Pair]:
-    """A source and a target of Postgres 18, the target with a small disk of its own where root may mount one."""
+    """Run a source and a target of Postgres 18; if root may mount one, the target has its own small disk."""
     settings = {"fsync": "off", "wal_sender_timeout": "3s", "max_connections": "30", "max_replication_slots": "60"}
     disk = server_directory / "disk"
     disk.mkdir()
@@ -66,7 +66,7 @@ def pair(server_directory: Path) -> Iterator[Pair]:
 
 @pytest.fixture
 def make(pair: Pair, tmp_path: Path) -> Iterator[Callable[..., PipelineUnderTest]]:
-    """Makes a pipeline over two new databases; ``source`` and ``target`` may be other ways to the same servers."""
+    """Return a factory of pipelines over two new databases; ``source`` and ``target`` may be proxies of the servers."""
     proxies: list[Proxy] = []
     made: list[PipelineUnderTest] = []
 
@@ -117,7 +117,7 @@ def make(pair: Pair, tmp_path: Path) -> Iterator[Callable[..., PipelineUnderTest
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    """A network whose packets can be dropped."""
+    """Return a network whose packets can be dropped."""
     made = Network()
     yield made
     made.close()
@@ -125,7 +125,7 @@ def network() -> Iterator[Network]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The timeouts of production, shortened."""
+    """Set the timeouts of production, shortened."""
     monkeypatch.setattr(dead_connections, "SILENCE_SECONDS", 2.0)
     monkeypatch.setattr(dead_connections, "ANSWER_SECONDS", 2)
     monkeypatch.setattr(postgres_fence, "LOCK_SECONDS", 1.0)

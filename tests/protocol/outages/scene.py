@@ -1,4 +1,4 @@
-"""What happens in a test of an outage: traffic, the outage, and looks at the pipeline."""
+"""The events in a test of an outage: traffic, the outage, and checks of the pipeline."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def copy_all(pipeline: PipelineUnderTest) -> None:
 
 
 class Traffic:
-    """Transfers between the accounts of two tables of the source, and a reader of the target who adds them up."""
+    """Transfers between the accounts of two tables of the source, and a reader of the target that sums them up."""
 
     def __init__(self, pipeline: PipelineUnderTest) -> None:
         self._databases = pipeline.databases
@@ -77,7 +77,7 @@ class Traffic:
 
     def _loop(self, work: Callable[[], None]) -> None:
         while not self._halt.is_set():
-            with contextlib.suppress(psycopg.Error):  # the server is down, or full
+            with contextlib.suppress(psycopg.Error):  # the server is down, or has no free connections
                 work()
             self._halt.wait(0.05)
 
@@ -101,13 +101,13 @@ class Traffic:
 
 
 def marker(pipeline: PipelineUnderTest) -> int:
-    """A marker that is written at the server itself, whatever way the pipeline takes to it."""
+    """Write a marker at the server itself, regardless of the pipeline's path to it."""
     with connected(pipeline.databases.source) as source:
         return emit_marker(source, "test")
 
 
 def applied(pipeline: PipelineUnderTest) -> int:
-    """The LSN that the sink has applied, asked of the server itself."""
+    """Return the LSN that the sink has applied, queried at the server itself."""
     ((lsn,),) = query_rows(pipeline.databases.target, "SELECT applied_lsn - '0/0'::pg_lsn FROM airflow_cdc.pipelines")
     return int(lsn)
 
@@ -119,7 +119,7 @@ def assert_equal(pipeline: PipelineUnderTest) -> None:
 
 @dataclass(frozen=True)
 class Scene:
-    """Where an outage happens."""
+    """The surroundings of an outage."""
 
     pair: Pair
     pipeline: PipelineUnderTest
@@ -146,13 +146,13 @@ def stopped(side: str, mode: Any) -> Outage:
 
 
 def frozen(scene: Scene) -> AbstractContextManager[None]:
-    """A proxy keeps its sockets open and forwards nothing, on old connections for ever."""
+    """Freeze a proxy: it keeps its sockets open and forwards nothing, and never again on old connections."""
     proxy: Proxy = scene.pipeline.proxy  # type: ignore[attr-defined]
     return proxy.frozen()
 
 
 def halted(side: str) -> Outage:
-    """All processes of a server are stopped: the kernel goes on to answer for them."""
+    """Halt all processes of a server; the kernel still answers for them."""
 
     @contextmanager
     def outage(scene: Scene) -> Iterator[None]:
@@ -164,7 +164,7 @@ def halted(side: str) -> Outage:
             process.suspend()
         try:
             yield
-        finally:  # the server serves the other tests too
+        finally:  # the server also serves other tests
             for process in family:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.resume()
@@ -173,7 +173,7 @@ def halted(side: str) -> Outage:
 
 
 def dropped(scene: Scene) -> AbstractContextManager[None]:
-    """Packets are lost, in both directions."""
+    """Drop packets in both directions."""
     assert scene.network is not None
     return scene.network.unplugged()
 
@@ -187,7 +187,7 @@ def read_only(scene: Scene) -> Iterator[None]:
 
 
 def small_tablespace(pair: Pair) -> str:
-    """The option of CREATE DATABASE that puts one on the target's small disk."""
+    """Return the option of CREATE DATABASE that puts a database on the target's small disk."""
     if pair.disk is None:
         pytest.skip("only root can mount a small disk")
     with contextlib.suppress(psycopg.errors.DuplicateObject):
@@ -196,7 +196,7 @@ def small_tablespace(pair: Pair) -> str:
 
 
 def locked(table: str) -> Outage:
-    """Somebody's transaction lets nobody write into a target table."""
+    """Lock a target table against writes in another transaction."""
 
     @contextmanager
     def outage(scene: Scene) -> Iterator[None]:
@@ -209,7 +209,7 @@ def locked(table: str) -> Outage:
 
 @dataclass(frozen=True)
 class Case:
-    """An outage, a pattern of the complaint, and where the pipeline's way leads through a proxy, or another network."""
+    """An outage, a pattern of its complaint, and whether the pipeline connects through a proxy or another network."""
 
     outage: Outage
     pattern: str

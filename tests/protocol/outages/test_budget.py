@@ -24,13 +24,14 @@ from airflow_cdc_provider.engine.state.heartbeat import Heartbeat, Owner, write_
 from tests.protocol.outages.conftest import Pair
 from tests.protocol.outages.scene import QUICK, SECONDS, applied, copied, marker
 from tests.support.pipelines import PipelineUnderTest
+from tests.support.spark_streaming import SparkStreaming
 from tests.support.streaming import Streaming
 
 pytestmark = pytest.mark.slow
 
 
 def overflow(pipeline: PipelineUnderTest) -> None:
-    """Write more log than the budget of these tests."""
+    """Write more log than the budget in these tests allows."""
     pipeline.source("SELECT pg_logical_emit_message(false, 'test', repeat('x', 1000000)) FROM generate_series(1, 3)")
 
 
@@ -50,7 +51,7 @@ def test_the_budget_is_kept_while_the_target_is_down(
         stream.until(lambda: "of stream.max_retained_wal (2.0 MiB)" in caplog.text, "the warning")
         budget = commands.status(pipeline.pipeline)["slot"]["budget"]
         assert budget == {"max_retained_bytes": 2 << 20, "action": "warn", "level": "exceeded"}
-        assert "of 2.0 MiB (beyond the budget)" in pipeline.run("status").stdout
+        assert "of 2.0 MiB (above the budget)" in pipeline.run("status").stdout
         pair.target.start()
         end = marker(pipeline)
         stream.until(lambda: applied(pipeline) >= end, "the end")
@@ -66,23 +67,23 @@ def test_the_budget_is_kept_while_the_target_is_down(
 @pytest.mark.spark
 @pytest.mark.timeout(600)
 def test_a_stream_that_works_drops_its_slot_at_a_heartbeat(pair: Pair, make: Callable[..., PipelineUnderTest]) -> None:
-    """More is written between two looks of the server at what may go than the budget allows."""
+    """Between two checkpoints, more is written than the budget allows."""
     pipeline = copied(make(max_retained_wal="2MiB", on_max_retained_wal="drop-slot"))
-    command = pipeline.start("stream", "--json")
-    first = marker(pipeline)
-    command.until(lambda: applied(pipeline) >= first, "the first marker")
-    overflow(pipeline)
-    outcome = command.wait()
-    assert outcome.code == 3, outcome.stderr[-3000:]
-    assert outcome.json["error"]["kind"] == "SlotBudgetExceeded"
-    assert "stream.max_retained_wal is 2.0 MiB" in outcome.json["error"]["message"]
+    with SparkStreaming(pipeline) as stream:
+        first = marker(pipeline)
+        stream.until(lambda: applied(pipeline) >= first, "the first marker")
+        overflow(pipeline)
+        failure = stream.failure()
+    assert isinstance(failure, SlotBudgetExceeded)
+    assert failure.exit_code == 3
+    assert "stream.max_retained_wal is 2.0 MiB" in failure.message
     assert not has_slot(pair, pipeline)
     status = commands.status(pipeline.pipeline)
     assert (status["state"], status["last_error"]["kind"]) == ("needs attention", "SlotBudgetExceeded")
 
 
 def beyond_the_budget(pipeline: PipelineUnderTest, before: Callable[[], None]) -> CdcError:
-    """What a job ends with that finds its slot beyond the budget, after something has happened."""
+    """Return the error of a job that finds its slot beyond the budget after an event."""
 
     def attempt(record: Record) -> None:
         before()
@@ -153,7 +154,7 @@ def test_a_run_that_is_overtaken_while_it_ends_its_reader_leaves_the_slot_alone(
 def test_a_run_that_is_overtaken_before_it_ends_its_reader_leaves_the_others_alone(
     pair: Pair, make: Callable[..., PipelineUnderTest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both read under the pipeline's name."""
+    """Both runs read under the pipeline's name."""
     pipeline = copied(make(on_max_retained_wal="drop-slot"))
     names, readers = pipeline.pipeline.source, list[WalReader]()
 

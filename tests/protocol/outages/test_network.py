@@ -1,4 +1,4 @@
-"""Connections whose packets are lost while nothing is outstanding: only the kernel's own probes can tell."""
+"""Connections whose packets are lost while no answer is pending: only the kernel's own probes can notice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.streaming import SECONDS
 pytestmark = pytest.mark.slow
 
 
-# Each has a libpq of its own: psycopg2, psycopg, ADBC.
+# Each driver has its own libpq: psycopg2, psycopg, ADBC.
 WAYS: dict[str, Callable[[str], Any]] = {
     "control": connect,
     "replication": lambda dsn: open_replication(dsn, "airflow-cdc"),
@@ -33,7 +33,7 @@ WAYS: dict[str, Callable[[str], Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_quiet_connections_are_probed_as_stated(pair: Pair, way: str) -> None:
-    """After 15 seconds, every 5 seconds, three times: by us, and by the server."""
+    """The first probe is sent after 15 seconds, then one every 5 seconds, three times: by both client and server."""
     before = sockets(pair.source.port)
     connection = WAYS[way](pair.source.dsn())
     try:
@@ -51,7 +51,7 @@ def test_quiet_connections_are_probed_as_stated(pair: Pair, way: str) -> None:
 
 
 def sockets(port: int) -> set[int]:
-    """Our file descriptors of connections to a port."""
+    """Return our file descriptors of connections to a port."""
     return {found.fd for found in psutil.Process().net_connections("tcp") if found.raddr and found.raddr.port == port}
 
 

@@ -61,7 +61,7 @@ def sink_gone(scene: Scene) -> Iterator[None]:
 
 
 def full(side: str) -> Outage:
-    """Others have taken all connections of a server."""
+    """Let other sessions take all connections of a server."""
 
     @contextmanager
     def outage(scene: Scene) -> Iterator[None]:
@@ -76,7 +76,7 @@ def full(side: str) -> Outage:
 
 @contextmanager
 def disk_full(scene: Scene) -> Iterator[None]:
-    """The target's disk has become as small as what is on it."""
+    """Shrink the target's disk to its current contents."""
     assert scene.pair.disk is not None
     found = os.statvfs(scene.pair.disk)
     for blocks in (found.f_blocks - found.f_bfree, found.f_blocks):
@@ -86,7 +86,7 @@ def disk_full(scene: Scene) -> Iterator[None]:
             yield
 
 
-# Of these a chunk notices only that needs a new connection.
+# A chunk notices such an outage only if it needs a new connection.
 BETWEEN_CHUNKS = {
     "the source is out of connections": Case(full("source"), FULL),
     "the target is out of connections": Case(full("target"), FULL),
@@ -116,7 +116,7 @@ SNAPSHOT_CASES = BETWEEN_CHUNKS | {
 
 
 def assert_whole_chunks(pipeline: PipelineUnderTest) -> None:
-    """Readers of the target see the rows of finished chunks, and no others."""
+    """Check that readers of the target see the rows of finished chunks only."""
     due = Counter[str]({"public.a": 0, "public.b": 0, "public.filler": 0})
     for (table, _), (*_, count) in pipeline.finished_chunks().items():
         due[table] += count
@@ -134,7 +134,7 @@ def test_the_snapshot_survives(
     request: pytest.FixtureRequest,
     title: str,
 ) -> None:
-    """The outage comes when the second chunk is about to be read; the first one stays as it is."""
+    """The outage happens just before the second chunk is read; the first chunk stays as it is."""
     case = SNAPSHOT_CASES[title]
     network = request.getfixturevalue("network") if case.network else None
     tablespace = small_tablespace(pair) if case.outage is disk_full else ""
@@ -183,7 +183,7 @@ def test_the_snapshot_survives(
 @pytest.mark.spark
 @pytest.mark.timeout(600)
 def test_the_command_goes_on(pair: Pair, make: Callable[..., PipelineUnderTest]) -> None:
-    """The target crashes under a chunk that is being written; what is finished stays, and the command ends well."""
+    """The target crashes while a chunk is written; finished chunks stay, and the command succeeds."""
     pipeline = make(restart={"attempts": 100, "delay": "500 ms"})
     pipeline.provision()
     waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND application_name LIKE 'airflow%'"

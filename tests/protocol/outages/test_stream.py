@@ -1,9 +1,9 @@
-"""Outages of either server, each made to happen while writers write, readers read and the pipeline works.
+"""Outages of either server while writers write, readers read and the pipeline works.
 
-All follow one script: the stream works, the outage begins, the stream waits and says for what, the outage ends, the
-stream goes on by itself, and source and target are equal. Meanwhile a reader of the target asks all the time for a sum
-over two tables that every transaction leaves as it is. The stream is the engine's own, with its restarts, but without
-Spark's scheduler; one test runs the command itself.
+All tests follow one script: the stream works, the outage begins, the stream waits and reports why, and the outage ends.
+The stream then continues automatically, and source and target are equal. Meanwhile a reader of the target repeatedly
+queries a sum over two tables that no transaction changes. The stream is the engine's own, with its restarts, but
+without Spark's scheduler; one test runs the command itself.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.slow
 
 
 def full(side: str) -> Outage:
-    """All connections of a server are taken, after those of the pipeline have been ended."""
+    """Take all connections of a server, after ending those of the pipeline."""
 
     @contextmanager
     def outage(scene: Scene) -> Iterator[None]:
@@ -82,7 +82,7 @@ def disk_full(scene: Scene) -> Iterator[None]:
 
 @contextmanager
 def standby(scene: Scene) -> Iterator[None]:
-    """The target comes back as a standby, and is promoted."""
+    """Bring the target back as a standby, and promote it."""
     server = scene.pair.target
     server.stop("fast")
     signal = server.data_directory / "standby.signal"
@@ -97,7 +97,7 @@ def standby(scene: Scene) -> Iterator[None]:
 
 @contextmanager
 def no_walsender(scene: Scene) -> Iterator[None]:
-    """Other readers have taken all walsenders of the source."""
+    """Let other readers take all walsenders of the source."""
     conninfo = f"{scene.pair.source.dsn()}?replication=true&application_name=guest"
     ours = "SELECT pg_terminate_backend(pid) FROM pg_stat_replication WHERE application_name <> 'guest'"
     guests = [pq.PGconn.connect(conninfo.encode())]
@@ -113,7 +113,7 @@ def no_walsender(scene: Scene) -> Iterator[None]:
 
 @contextmanager
 def walsender_halted(scene: Scene) -> Iterator[None]:
-    """The walsender is stopped where it waits: one that is stopped at work cannot be told from one that is busy."""
+    """Halt the walsender while it waits; a walsender that is halted at work looks the same as a busy one."""
     waits = "wait_event_type IN ('Activity', 'Client')"
     query = f"SELECT pid, {waits} FROM pg_stat_activity WHERE backend_type = 'walsender'"
     stopped: list[psutil.Process] = []
@@ -129,7 +129,7 @@ def walsender_halted(scene: Scene) -> Iterator[None]:
     try:
         assert await_condition(at_rest, SECONDS)
         yield
-    finally:  # the server serves the other tests too
+    finally:  # the server also serves other tests
         with contextlib.suppress(psutil.NoSuchProcess):
             stopped[0].resume()
 
@@ -202,7 +202,7 @@ def test_the_stream_survives(
 @pytest.mark.spark
 @pytest.mark.timeout(600)
 def test_the_command_goes_on(pair: Pair, make: Callable[..., PipelineUnderTest]) -> None:
-    """One process outlives crashes of the source and of the target, and ends in good order while it waits."""
+    """One process survives crashes of the source and of the target, and ends in good order while it waits."""
     pipeline = copied(make(restart={"attempts": 100, "delay": "500 ms"}))
     with Traffic(pipeline) as traffic:
         command = pipeline.start("stream")

@@ -1,4 +1,4 @@
-"""What is said and done while a stream waits for a server, and what is not waited for."""
+"""What a stream reports and does while it waits for a server, and what it does not wait for."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_status_stop_and_the_heartbeat_while_the_stream_waits(
     assert commands.status(pipeline.pipeline)["state"] == "streaming"
     pair.target.stop("immediate")
     trouble = stream.await_trouble("onnect")
-    # The next heartbeat says so to others.
+    # The next heartbeat reports it to other processes.
     stream.until(lambda: commands.status(pipeline.pipeline)["state"] == "restarting", "the status")
     found = commands.status(pipeline.pipeline)
     assert found["restart"] == trouble
@@ -66,7 +66,7 @@ def test_status_stop_and_the_heartbeat_while_the_stream_waits(
 def test_a_server_that_is_down_at_the_start_ends_the_command(
     pair: Pair, make: Callable[..., PipelineUnderTest], side: str
 ) -> None:
-    """Nobody waits for what may be a wrong address; who starts commands starts this one again."""
+    """The command does not wait, because the address may be wrong; its orchestrator starts it again."""
     pipeline = copied(make())
     pair.servers[side].stop("immediate")
     with pytest.raises(ConnectionFailed, match="Connection refused"):
@@ -93,13 +93,13 @@ def test_attempts_that_are_used_up(pair: Pair, make: Callable[..., PipelineUnder
     pair.target.stop("immediate")
     stream.join(SECONDS)
     assert isinstance(stream.failure, ConnectionFailed)
-    assert stream.attempts == 1  # the two others did not get beyond the record
+    assert stream.attempts == 1  # the other two did not get beyond the record
     pair.target.start()
     assert commands.status(pipeline.pipeline)["state"] == "needs attention"
 
 
 def test_a_failure_rate_that_is_not_reached(pair: Pair, make: Callable[..., PipelineUnderTest]) -> None:
-    """One outage after the other, each of which takes an attempt, and the stream goes on after each."""
+    """Several outages follow one another, each costs an attempt, and the stream continues after each."""
     pipeline = copied(make(restart=STRATEGIES["failure-rate"] | {"failures": 300, "delay": "200 ms"}))
     stream = Streaming(pipeline)
     first = marker(pipeline)
@@ -117,7 +117,7 @@ def test_a_failure_rate_that_is_not_reached(pair: Pair, make: Callable[..., Pipe
 
 
 def test_a_source_that_is_read_only_by_default(pair: Pair, make: Callable[..., PipelineUnderTest]) -> None:
-    """A pipeline that has its publication writes nothing there but messages into the log, which it may."""
+    """A pipeline with an existing publication writes nothing there except messages into the log, which are allowed."""
     pipeline = make(restart={"strategy": "none"})
     pipeline.provision()
     execute(pair.source.dsn(), f"ALTER DATABASE {pipeline.name} SET default_transaction_read_only = on")

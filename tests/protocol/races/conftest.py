@@ -15,9 +15,9 @@ from tests.support.pipelines import PipelineUnderTest
 
 @pytest.fixture
 def make_pipeline(databases: Databases, tmp_path: Path) -> Iterator[Make]:
-    """Makes a pipeline of ``public.t``, whose twenty rows are two chunks: up to 10, and from 11 on.
+    """Return a factory of pipelines of ``public.t``, whose twenty rows form two chunks: up to 10, and from 11 on.
 
-    Its source is a database of the session's server, or of a server of the test's own.
+    The source is a database of the session's server, or of the test's own server.
     """
     made: list[PipelineUnderTest] = []
 

@@ -1,4 +1,4 @@
-"""What the tests of races start from, and wait for."""
+"""The starting point of the tests of races, and the states that they wait for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Mode = Literal["mirror", "changelog"]
 
 
 def events(pipeline: PipelineUnderTest) -> list[tuple[Any, ...]]:
-    """The changes of a changelog, in order: what, key, old key, columns that were not sent."""
+    """Return the changes of a changelog in order: kind, key, old key, columns that were not sent."""
     return pipeline.target_rows(
         "SELECT _op::text, id, (_before ->> 'id')::int, _unchanged FROM public.t WHERE _op <> 'r'"
         " ORDER BY _commit_lsn, _seq"
@@ -28,6 +28,6 @@ def events(pipeline: PipelineUnderTest) -> list[tuple[Any, ...]]:
 
 
 def await_waiting(dsn: str, condition: str) -> None:
-    """Wait until a session of the server is in a state."""
+    """Wait until a session of the server is in a given state."""
     query = f"SELECT count(*) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND {condition}"
     assert await_condition(lambda: query_rows(dsn, query) != [(0,)], SECONDS), condition

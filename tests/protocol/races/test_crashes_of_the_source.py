@@ -1,4 +1,4 @@
-"""A crash of the source that takes back what a chunk has seen: a commit is visible before it is durable."""
+"""A crash of the source that undoes what a chunk has seen: a commit is visible before it is durable."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ XID = "RETURNING pg_current_xact_id()::text"
 
 @pytest.fixture
 def asynchronous_source(make_server: ServerMaker) -> PostgresServer:
-    """A source whose asynchronous commits stay in memory for as long as Postgres allows."""
+    """Run a source whose asynchronous commits stay in memory for as long as Postgres allows."""
     return make_server(settings={"wal_writer_delay": "10s", "autovacuum": "off"})
 
 
 def commit_asynchronously(server: PostgresServer, statement: str) -> str:
-    """Commit without waiting for the log to be written; the transaction's id."""
+    """Commit without waiting until the log is written, and return the transaction's id."""
     with psycopg.connect(server.dsn(), options="-c synchronous_commit=off", autocommit=True) as connection:
         ((xid,),) = connection.execute(f"{statement} {XID}".encode()).fetchall()
     return str(xid)
@@ -40,7 +40,7 @@ def test_a_crash_after_a_chunk_saw_an_asynchronous_commit(
     pipeline.copy()
     asynchronous_source.kill()
     asynchronous_source.start()
-    # The chunk has been accepted, so its marker must have made durable what it saw.
+    # The chunk was accepted, so its marker must have made its contents durable.
     found = "SELECT body FROM public.t WHERE id = 100"
     assert pipeline.target_rows(found) == pipeline.source_rows(found) == [("asynchronous",)]
     pipeline.source("INSERT INTO public.t VALUES (101, 'next', NULL)")
@@ -51,7 +51,7 @@ def test_a_crash_after_a_chunk_saw_an_asynchronous_commit(
 def test_a_crash_before_a_chunk_is_sealed(
     asynchronous_source: PostgresServer, make_pipeline: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the chunk saw is gone, and its transaction's id goes to another: had it been kept, that would be dropped."""
+    """The chunk's contents are gone, and another transaction gets the id: its changes would be dropped."""
     pipeline = make_pipeline(asynchronous_source)
     pipeline.provision()
     finish = SnapshotReader.finish
@@ -61,7 +61,7 @@ def test_a_crash_before_a_chunk_is_sealed(
         return finish(reader)
 
     chunk = pipeline.chunk(1).chunk
-    pipeline.marker()  # the ids before are durable: none of them is given out again first
+    pipeline.marker()  # earlier ids are durable, so none of them is assigned again first
     xid = commit_asynchronously(asynchronous_source, "INSERT INTO public.t VALUES (100, 'phantom', NULL)")
     with monkeypatch.context() as patch:
         patch.setattr(SnapshotReader, "finish", crash)

@@ -1,4 +1,4 @@
-"""Two runs at once: only the one whose epoch is the last commits."""
+"""Two runs at once: only the run with the latest epoch commits."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from airflow_cdc_provider.engine.sources.postgres.reading.chunk_task import copy
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import SnapshotReader
 from tests.protocol.races.scene import SECONDS, Make, await_waiting
 from tests.support.engine_parts import chunk_task, copy_chunk_of
+from tests.support.given_rows import GivenRows
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +30,7 @@ def test_an_old_epoch_commits_nothing(make_pipeline: Make) -> None:
     with pytest.raises(Fenced):
         sink.commit(record.epoch, record.applied, record.applied + 1, [])
     with pytest.raises(Fenced):
-        sink.replace(record.epoch, task.target, None, iter(()), pytest.fail, task.target)
+        sink.replace(record.epoch, task.target, None, GivenRows([], pytest.fail), task.target)
     assert pipeline.record.applied == record.applied
     assert pipeline.target_rows("SELECT count(*) FROM public.t") == [(10,)]
     pipeline.copy(1)
@@ -38,7 +39,7 @@ def test_an_old_epoch_commits_nothing(make_pipeline: Make) -> None:
 
 
 def test_taking_over_waits_for_a_commit_in_flight(make_pipeline: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Either the old writer's commit comes before the new epoch, and counts, or it does not come at all."""
+    """The old writer's commit either precedes the new epoch, and counts, or never happens."""
     pipeline = make_pipeline()
     record = pipeline.provision()
     sink = sink_of(pipeline.pipeline)

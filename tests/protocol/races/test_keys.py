@@ -12,9 +12,9 @@ from tests.support.databases import transaction
 pytestmark = pytest.mark.slow
 
 MOVES: dict[str, tuple[tuple[int, ...], tuple[int, ...], list[tuple[Any, ...]]]] = {
-    # Neither chunk has the row, and the event's new half lacks the value that has not changed.
+    # Neither chunk has the row, and the new half of the event lacks the value that has not changed.
     "from an unread chunk to a read one": ((1,), (0,), [("i", 105, None, ["big"])]),
-    # Both chunks have it, at its old key and at its new.
+    # Both chunks have the row, at its old key and at its new key.
     "from a read chunk to an unread one": ((0,), (1,), [("d", 5, 5, None)]),
     "between read chunks": ((0, 1), (), [("u", 105, 5, ["big"])]),
     "between unread chunks": ((), (0, 1), []),
@@ -34,7 +34,7 @@ def test_a_key_that_moves(
     pipeline.source("UPDATE public.t SET id = 105 WHERE id = 5")
     if after:
         pipeline.copy(*after)
-    # A change that every filter lets through, of a row that the move has concerned.
+    # A change of the moved row that passes every filter.
     pipeline.source("UPDATE public.t SET body = 'moved' WHERE id = 105")
     pipeline.apply()
     pipeline.assert_verified()
@@ -46,7 +46,7 @@ def test_a_key_that_moves(
         assert events(pipeline) == [*expected, ("u", 105, None, ["big"])]
         copied = pipeline.target_rows("SELECT id FROM public.t WHERE _op = 'r' ORDER BY 1")
         assert len(copied) == len(set(copied)) == sum(chunk.rows for chunk in pipeline.record.chunks)
-    # The same again when the filter is closed.
+    # The same again after the filter is closed.
     pipeline.source("UPDATE public.t SET id = 205 WHERE id = 105", "UPDATE public.t SET body = 'on' WHERE id = 205")
     pipeline.apply()
     pipeline.assert_verified()
@@ -57,7 +57,7 @@ def test_a_key_that_moves(
 
 
 def test_keys_within_one_transaction(make_pipeline: Make) -> None:
-    """Two keys swapped by way of a third, a chain of moves, a row that is deleted and returns, all with big values."""
+    """Two keys are swapped via a third, keys move in a chain, and a row is deleted and returns, with big values."""
     pipeline = make_pipeline()
     pipeline.provision()
     pipeline.copy(1)

@@ -1,4 +1,4 @@
-"""What happens to a table while it is read, and between two reads of it."""
+"""Events on a table while it is read, and between two reads of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("mode", ["mirror", "changelog"])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["ascending", "descending"])
 def test_a_truncate_between_two_chunks(make_pipeline: Make, mode: Mode, order: tuple[int, int]) -> None:
-    """One chunk's rows are gone, the other's are not: no filter by keys can tell, so the table is read again."""
+    """The rows of one chunk are gone, those of the other are not. No filter by keys shows it: the table is re-read."""
     pipeline = make_pipeline(mode=mode)
     pipeline.provision()
     pipeline.copy(order[0])
@@ -35,7 +35,7 @@ def test_a_truncate_between_two_chunks(make_pipeline: Make, mode: Mode, order: t
     pipeline.source("UPDATE public.t SET body = 'newer' WHERE id = 11")
     pipeline.apply()
     pipeline.assert_verified()
-    # Read again, the table goes on as before; then a truncate that no chunk contains.
+    # After the re-read, the table continues as before; then a truncate follows that no chunk contains.
     pipeline.source("INSERT INTO public.t VALUES (40, 'after', NULL)")
     pipeline.apply()
     pipeline.assert_verified()
@@ -63,9 +63,10 @@ def test_reading_again_and_again_at_one_place_in_the_log(make_pipeline: Make, wh
 def test_a_unit_that_was_staged_before_a_re_read(
     make_pipeline: Make, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
-    """T5 is staged; a read under the same epoch sees T5 and T6; T5 would take T6 back, which is filtered from then on.
+    """T5 is staged; a re-read under the same epoch sees T5 and T6. Without a check, T5 would undo T6, which the filter
+    drops from then on.
 
-    The reader is a part of the run that was halted when it was about to read.
+    The reader is a part of the run that was halted just before its read.
     """
     pipeline = make_pipeline()
     pipeline.provision()
@@ -79,7 +80,7 @@ def test_a_unit_that_was_staged_before_a_re_read(
             pipeline.source("INSERT INTO public.t VALUES (1, 'T6', NULL) ON CONFLICT (id) DO UPDATE SET body = 'T6'")
             task = chunk_task(pipeline.pipeline, Chunk("public.t", 0, None, None))
             reader = SnapshotReader(task.read)
-            task.sink.replace(task.epoch, task.target, None, reader.batches(), reader.finish, task.target)
+            task.sink.replace(task.epoch, task.target, None, reader, task.target)
             reader.close()
 
     monkeypatch.setattr(units, "failpoint", read_again)
@@ -104,7 +105,7 @@ def test_a_rewrite_has_to_wait_for_a_chunk(make_pipeline: Make) -> None:
             other.execute(rewrite)
         read += sum(batch.num_rows for batch in batches)
         assert read == 10
-        # Read to its end, it holds nothing any more, even before its marker.
+        # When it has been read completely, it holds nothing any more, even before its marker.
         pipeline.source(rewrite)
     finally:
         reader.close()
@@ -158,7 +159,7 @@ def test_rows_that_are_hidden_from_the_reader(make_pipeline: Make) -> None:
 
 
 def test_a_chunk_is_committed_once(make_pipeline: Make) -> None:
-    """A second attempt beside the first writes nothing: the record keeps the snapshot of the rows that stand there."""
+    """A second attempt at the same time writes nothing: the record keeps the snapshot of the existing rows."""
     pipeline = make_pipeline()
     pipeline.provision()
     task = chunk_task(pipeline.pipeline, pipeline.chunk(0).chunk)

@@ -1,4 +1,4 @@
-"""What is altered while the creation of the slot waits for older transactions: Postgres takes no notice of it."""
+"""Changes that happen while the creation of the slot waits for older transactions: Postgres ignores them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def elsewhere(n: int) -> str:
 
 @contextmanager
 def creating(pipeline: PipelineUnderTest) -> Iterator[tuple[Future[Record], psycopg.Connection[Any]]]:
-    """The provisioning, with a table truncated while the slot is created, and what is open at the creation's end."""
+    """Yield the provisioning, with a table truncated while the slot is created, and a transaction that is open then."""
     dsn = pipeline.databases.source
     pipeline.source("CREATE TABLE public.elsewhere (id int)")
     with ThreadPoolExecutor(1) as pool, transaction(dsn, elsewhere(1)) as first:
@@ -43,7 +43,7 @@ def creating(pipeline: PipelineUnderTest) -> Iterator[tuple[Future[Record], psyc
             pipeline.source("TRUNCATE public.t")
             first.commit()
             await_waiting(dsn, f"{WAITS} AND {second.info.backend_pid} = ANY (pg_blocking_pids(pid))")
-            # From the first change on that may be streamed, Postgres keeps the snapshot that knows nothing of it.
+            # From the first change that may be streamed, Postgres keeps a snapshot that does not know of the truncate.
             with transaction(dsn, ROWS.format(1000)) as third:
                 second.commit()
                 assert await_condition(lambda: query_rows(dsn, CREATED) == [(1,)], SECONDS)
@@ -54,7 +54,7 @@ def creating(pipeline: PipelineUnderTest) -> Iterator[tuple[Future[Record], psyc
 def test_a_table_is_truncated_while_the_slot_is_created(
     make_pipeline: Make, make_server: ServerMaker, request: pytest.FixtureRequest, version: str
 ) -> None:
-    """What goes into its new file can be streamed, whether the role may write the record that it takes or not."""
+    """Rows in the new file can be streamed, whether or not the role may write the record that this requires."""
     binaries = request.getfixturevalue("system_binaries") if version == "15" else None
     pipeline = make_pipeline(make_server(version[:2], binaries=binaries) if version != "16" else None)
     if version == "16, may ask":
@@ -71,7 +71,7 @@ def test_a_table_is_truncated_while_the_slot_is_created(
 
 
 def test_who_is_in_the_way_is_named(make_pipeline: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has been made is taken back."""
+    """Everything that provisioning has created is removed again."""
     monkeypatch.setattr(slot, "create_slot", partial(slot.create_slot, timeout=5.0))
     pipeline = make_pipeline()
     with creating(pipeline) as (provisioned, third):
@@ -85,7 +85,7 @@ def test_who_is_in_the_way_is_named(make_pipeline: Make, monkeypatch: pytest.Mon
 def test_a_standby_that_has_gone_is_not_waited_for_without_end(
     make_pipeline: Make, make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Postgres lets nobody move a slot beyond what the standbys have that are to keep it, and sets no limit to that."""
+    """Postgres does not move a slot beyond the position of its synchronized standbys, and sets no time limit."""
     monkeypatch.setattr(slot, "create_slot", partial(slot.create_slot, timeout=5.0))
     pipeline = make_pipeline(make_server("18"))
     pipeline.source("SELECT pg_create_physical_replication_slot('standby', true)")

@@ -1,10 +1,10 @@
-"""The interleavings in which rows are lost, doubled or stale, each made to happen on real servers.
+"""The interleavings in which rows are lost, doubled or stale, each reproduced on real servers.
 
-Postgres commits in steps: the commit record is written, a synchronous standby may be waited for, and only then do
-other snapshots see it, while logical decoding has delivered it already; an asynchronous commit is the reverse, seen
-before it is durable. Chunks are read in snapshots of their own in between. Every test here fails if the rule that it
-is about is broken. Most run the engine's parts in this process, because only so can a test say what happens between
-two of them; what Spark adds is tested with the command line.
+Postgres commits in steps. It writes the commit record, may wait for a synchronous standby, and only then do other
+snapshots see the commit, although logical decoding has already delivered it. An asynchronous commit is the reverse: it
+is visible before it is durable. Chunks are read in their own snapshots in between. Every test here fails if its rule is
+broken. Most tests run the engine's parts in this process, because only then can a test control what happens between two
+parts. Tests with the command line cover what Spark adds.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def standby_source(make_server: ServerMaker) -> PostgresServer:
-    """A source whose synchronous standby does not exist: who wants to wait for it, waits."""
+    """Run a source whose synchronous standby does not exist, so sessions that request it wait."""
     return make_server(settings=WITHOUT_STANDBY)
 
 
 def test_a_commit_that_is_visible_only_after_the_chunk_was_read(
     standby_source: PostgresServer, make_pipeline: Make
 ) -> None:
-    """The commit lies before H in the log and is not in the chunk: only its transaction's visibility tells."""
+    """The commit precedes H in the log and is not in the chunk: only the transaction's visibility shows it."""
     pipeline = make_pipeline(standby_source)
     pipeline.provision()
     changes = (
@@ -61,9 +61,9 @@ def test_a_commit_that_is_visible_only_after_the_chunk_was_read(
 
 
 def test_a_commit_that_waits_across_slot_and_barrier(standby_source: PostgresServer, make_pipeline: Make) -> None:
-    """Its commit record lies before the slot, so that it is not streamed; chunks must not be read before it is seen."""
+    """Its commit record precedes the slot, so it is not streamed; chunks must not be read before it is visible."""
     pipeline = make_pipeline(standby_source)
-    pipeline.source(f"GRANT pg_monitor TO {PIPELINE_ROLE}")  # who waits for a standby, not everybody may know
+    pipeline.source(f"GRANT pg_monitor TO {PIPELINE_ROLE}")  # without it, a role cannot see what sessions wait for
     names = pipeline.pipeline.source
     change = "UPDATE public.t SET body = 'updated' WHERE id = 3"
     with commits_that_wait(standby_source, change) as release:
@@ -99,7 +99,7 @@ def test_a_transaction_that_is_open_across_chunks(make_pipeline: Make, mode: Mod
         pipeline.copy(0)
         open_.execute("DELETE FROM public.t WHERE id IN (3, 13)")
         open_.execute("INSERT INTO public.t VALUES (-1, 'open', NULL), (101, 'open', NULL)")
-        # A younger transaction that is over before, so that ids alone do not tell what a snapshot sees.
+        # A younger transaction ends first, so that ids alone do not show what a snapshot sees.
         pipeline.source("UPDATE public.t SET body = 'closed' WHERE id IN (4, 14)")
         pipeline.copy(1)
         open_.commit()
@@ -123,7 +123,7 @@ def test_a_transaction_that_is_open_across_chunks(make_pipeline: Make, mode: Mod
 
 @pytest.mark.parametrize("mode", ["mirror", "changelog"])
 def test_a_transaction_that_ends_between_two_chunks(make_pipeline: Make, mode: Mode) -> None:
-    """The first chunk's snapshot lists it as running although its id is below others that are over."""
+    """The first chunk's snapshot lists it as running, although its id is lower than those of ended transactions."""
     pipeline = make_pipeline(mode=mode)
     pipeline.provision()
     with transaction(pipeline.databases.source, "UPDATE public.t SET body = 'open' WHERE id IN (2, 12)") as open_:

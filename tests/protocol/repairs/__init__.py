@@ -1,6 +1,6 @@
-"""What breaks the link between slot and record: refused before a change is lost, and healed as the message says.
+"""Breaks of the link between slot and record: refused before a change is lost, and repaired as the message says.
 
-Each case breaks something while the pipeline stands still, writes on, and finds every command refused with exit code 3,
-with the target untouched. Then the command that the message names is carried out, and source and target are equal
-again, including what was written while it was broken; a changelog tells no change twice.
+Each case breaks something while the pipeline is stopped, writes more rows, and checks that every command refuses with
+exit code 3 and leaves the target untouched. Then it runs the command that the message names, and checks that source and
+target are equal again, including the rows written while it was broken. A changelog contains no change twice.
 """

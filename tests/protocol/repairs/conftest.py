@@ -15,7 +15,7 @@ from tests.support.pipelines import PipelineUnderTest
 
 @pytest.fixture
 def make_pipeline(databases: Databases, tmp_path: Path) -> Iterator[Make]:
-    """Makes a pipeline of ``public.t`` whose snapshot is done and whose stream has applied a change."""
+    """Return a factory of pipelines of ``public.t`` whose snapshot is done and whose stream has applied a change."""
     made: list[PipelineUnderTest] = []
 
     def make(mode: Mode = "mirror", server: PostgresServer | None = None) -> PipelineUnderTest:

@@ -1,4 +1,4 @@
-"""What the tests of repairs share: a table, what is written to it, a refusal, a repair, and what is right after it."""
+"""The common parts of the tests of repairs: a table, writes to it, a refusal, a repair, and the checks after it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Mode = Literal["mirror", "changelog"]
 
 
 def refused(pipeline: PipelineUnderTest, kind: type[CdcError], words: str) -> str:
-    """Check that streaming and provisioning are refused, and touch nothing; return the solution."""
+    """Check that streaming and provisioning are refused and touch nothing, and return the solution."""
     before = content(pipeline)
     with pytest.raises(kind, match=words) as streaming:
         pipeline.apply()
@@ -46,14 +46,14 @@ def refused(pipeline: PipelineUnderTest, kind: type[CdcError], words: str) -> st
 
 
 def content(pipeline: PipelineUnderTest) -> list[tuple[Any, ...]]:
-    """The rows of the target, none if it is gone."""
+    """Return the rows of the target, or none if it is gone."""
     if pipeline.target_rows("SELECT to_regclass('public.t')") == [(None,)]:
         return []
     return pipeline.target_rows("SELECT * FROM public.t ORDER BY ctid")
 
 
 def carry_out(pipeline: PipelineUnderTest, solution: str) -> None:
-    """Carry out the ``resnapshot`` that a solution names, in this process."""
+    """Run the ``resnapshot`` that a solution names, in this process."""
     found = re.search(r"`airflow-cdc (resnapshot [^`]+)`", solution)
     assert found, solution
     options = cli._parser().parse_args([*shlex.split(found[1]), "--pipeline", str(pipeline.file)])
@@ -65,7 +65,7 @@ def carry_out(pipeline: PipelineUnderTest, solution: str) -> None:
 
 
 def assert_healed(pipeline: PipelineUnderTest) -> None:
-    """Changes flow again, and both sides are equal; in a changelog nothing stands twice."""
+    """Check that changes flow again and that both sides are equal; in a changelog nothing occurs twice."""
     pipeline.source(*AGAIN)
     pipeline.apply()
     pipeline.assert_verified()
@@ -76,6 +76,6 @@ def assert_healed(pipeline: PipelineUnderTest) -> None:
     assert pipeline.target_rows(f"{events} GROUP BY 1, 2, 3, 4, 5 HAVING count(*) > 1") == []
     reads = "SELECT id, _commit_lsn FROM public.t WHERE _op = 'r' GROUP BY 1, 2 HAVING count(*) > 1"
     assert pipeline.target_rows(reads) == []
-    # The three changes after the repair stand there once each, as changes.
+    # The three changes after the repair occur there once each, as changes.
     again = "SELECT _op::text, id FROM public.t WHERE body LIKE '%again' AND _op <> 'r' OR _op = 'd' AND id = 4"
     assert sorted(pipeline.target_rows(again)) == [("d", 4), ("i", 3), ("u", 2), ("u", 100)]

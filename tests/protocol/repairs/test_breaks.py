@@ -1,4 +1,4 @@
-"""What breaks slot, publication or targets while the pipeline stands still."""
+"""Breaks of slot, publication or targets while the pipeline is stopped."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ pytestmark = pytest.mark.slow
 
 @dataclass(frozen=True)
 class Break:
-    """What is done to a pipeline that stands still.
+    """A break of a pipeline that is stopped.
 
     :param source: statements on the source, after the writes.
-    :param first: statements before them.
+    :param first: statements on the source, before the writes.
     :param target: statements on the target.
-    :param words: what the refusal says.
-    :param solution: what its solution says beside the repair.
-    :param kind: what every command is refused with.
+    :param words: pattern of the refusal.
+    :param solution: pattern of its solution, in addition to the repair.
+    :param kind: error with which every command refuses.
     """
 
     words: str
@@ -98,7 +98,8 @@ BREAKS = {
 }
 
 
-# A changelog shows more than a mirror: what is lost, and what stands twice. Where both are made anew, both are tested.
+# A changelog shows more than a mirror: what is lost, and what is there twice. Where both are recreated, both are
+# tested.
 CASES = [("changelog", name) for name in BREAKS]
 CASES += [("mirror", name) for name in ("slot dropped", "slot advanced", "target table dropped")]
 
@@ -119,7 +120,7 @@ def test_a_break_is_refused_and_healed(make_pipeline: Make, mode: Mode, name: st
     assert_healed(pipeline)
 
 
-# What is done to the publication of a table before the writes, and after them.
+# Statements on the publication of a table before the writes, and after them.
 OTHERWISE_PUBLISHED = {
     "out": ("DROP TABLE public.t", None),
     "out and in": ("DROP TABLE public.t", "ADD TABLE public.t"),
@@ -136,10 +137,10 @@ def test_a_table_that_was_published_otherwise(make_pipeline: Make, name: str) ->
     alter = f"ALTER PUBLICATION {pipeline.pipeline.source.publication} "
     before, after = OTHERWISE_PUBLISHED[name]
     pipeline.source(alter + before, *LOST, *([alter + after] if after else []))
-    for _ in range(2):  # it does not wear off
+    for _ in range(2):  # it does not go away
         with pytest.raises(CannotFollow, match=r"public\.t") as refusal:
             pipeline.apply()
-        with suppress(MissingPrivilege):  # where it is still published otherwise
+        with suppress(MissingPrivilege):  # where it is otherwise still published
             pipeline.provision()
     carry_out(pipeline, refusal.value.solution)
     pipeline.apply()
@@ -149,7 +150,7 @@ def test_a_table_that_was_published_otherwise(make_pipeline: Make, name: str) ->
 def test_a_publication_that_is_changed_and_the_record_is_not(
     make_pipeline: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A re-read that ends between its change of the publication and its commit: refused until it is done again."""
+    """A re-read ends between its change of the publication and its commit: commands refuse until it is repeated."""
     pipeline = make_pipeline()
     pipeline.change(source={"tables": [{"table": "public.t", "columns": ["id"]}]})
     with monkeypatch.context() as patch:
@@ -178,7 +179,7 @@ def test_an_overtaken_run_changes_nothing(make_pipeline: Make) -> None:
         run.sink.take_epoch("another run")
         pipeline.source(f"ALTER PUBLICATION {publication} DROP TABLE public.t")
         with pytest.raises(Fenced):
-            reread.adopt(run, "public.t", Barriers())
+            reread.reread_as_defined(run, "public.t", Barriers())
         assert pipeline.source_rows("SELECT * FROM pg_publication_tables") == []
         with pytest.raises(Fenced):
             run.sink.restart(run.epoch, record.targets, record.identity, 1)
@@ -190,7 +191,7 @@ PUBLICATIONS = {"all tables": "ALL TABLES", "a schema": "TABLES IN SCHEMA public
 
 @pytest.mark.parametrize("name", PUBLICATIONS)
 def test_publications_that_others_have_made(databases: Databases, tmp_path: Path, name: str) -> None:
-    """They are taken as they are, and stay; what is altered of them is found, and mended by their owner."""
+    """They are used as they are, and kept; changes to them are found, and their owner repairs them."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"])
     publication = pipeline.pipeline.source.publication
     pipeline.source(TABLE, ROWS, f"CREATE PUBLICATION {publication} FOR {PUBLICATIONS[name]}")
@@ -222,7 +223,7 @@ def test_publications_that_others_have_made(databases: Databases, tmp_path: Path
 def test_a_slot_of_another_plugin_in_place_of_ours(
     make_pipeline: Make, make_server: ServerMaker, system_binaries: Path
 ) -> None:
-    """Its texts would not be understood, and it belongs to somebody: it is named and left alone."""
+    """The pipeline could not parse its texts, and it has another owner, so it is reported and left alone."""
     pipeline = make_pipeline("changelog", make_server(binaries=system_binaries))
     slot = pipeline.pipeline.source.slot
     create = f"SELECT pg_create_logical_replication_slot('{slot}', 'test_decoding')"
@@ -242,7 +243,7 @@ def test_a_slot_of_another_plugin_in_place_of_ours(
 def test_a_slot_that_others_have_made_in_place_of_ours(
     make_pipeline: Make, databases: Databases, source_server: PostgresServer, foreign: str
 ) -> None:
-    """It is never dropped, whatever the pipeline's file says; under another name the pipeline is repaired."""
+    """It is never dropped, whatever the pipeline's file contains; under another name the pipeline is repaired."""
     pipeline = make_pipeline("changelog")
     slot = pipeline.pipeline.source.slot
     pipeline.source(*LOST, f"SELECT pg_drop_replication_slot('{slot}')")
@@ -256,7 +257,7 @@ def test_a_slot_that_others_have_made_in_place_of_ours(
         assert "source.slot" in solution
         with pytest.raises(GateClosed, match="is not ours"):
             carry_out(pipeline, solution)
-        # A name that is another pipeline's slot will not do either.
+        # A name that is another pipeline's slot is refused as well.
         pipeline.source(f"SELECT pg_create_logical_replication_slot('{slot}_taken', 'pgoutput')")
         pipeline.change(source={"slot": f"{slot}_taken"})
         with pytest.raises(GateClosed, match="exists, but the sink has no record"):
@@ -276,7 +277,7 @@ def test_a_slot_that_others_have_made_in_place_of_ours(
 def test_another_cluster_behind_the_same_name(
     make_pipeline: Make, databases: Databases, target_server: PostgresServer
 ) -> None:
-    """The address now leads to a server that was filled otherwise, with a slot and a publication of the same names."""
+    """The address now leads to a server with other contents, but with a slot and a publication of the same names."""
     pipeline = make_pipeline()
     names = pipeline.pipeline.source
     other = f"other_{pipeline.name}"
@@ -302,12 +303,12 @@ def test_another_cluster_behind_the_same_name(
 
 
 def test_a_changelog_whose_source_begins_again_at_lower_positions(make_pipeline: Make) -> None:
-    """Events are ordered by their LSNs, so that a log that has been set back cannot be appended."""
+    """Events are ordered by their LSNs, so a log that has been reset cannot be appended."""
     pipeline = make_pipeline("changelog")
     pipeline.target(f"UPDATE public.t SET _commit_lsn = '{LAST_LSN}' WHERE body = 'streamed'")
     pipeline.source(*LOST, f"SELECT pg_drop_replication_slot('{pipeline.pipeline.source.slot}')")
     solution = refused(pipeline, GateClosed, "no longer exists")
-    with pytest.raises(GateClosed, match="history that the source has left") as older:
+    with pytest.raises(GateClosed, match="timeline that the source has abandoned") as older:
         carry_out(pipeline, solution)
     assert pipeline.source_rows("SELECT count(*) FROM pg_replication_slots WHERE database = current_database()") == [
         (0,)

@@ -1,4 +1,4 @@
-"""A slot whose log is gone, or about to go."""
+"""A slot whose log is lost, or about to be lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def write_log(pipeline: PipelineUnderTest, megabytes: int) -> None:
-    """Write log that no captured table is in, and let the server remove what it need not keep."""
+    """Write log that concerns no captured table, and let the server remove log that it need not keep."""
     for _ in range(megabytes):
         pipeline.source("SELECT pg_logical_emit_message(false, 'filler', repeat('x', 1 << 20))")
     pipeline.source("SELECT pg_switch_wal()", "CHECKPOINT")
@@ -28,7 +28,7 @@ def wal_status(pipeline: PipelineUnderTest) -> str:
 
 @pytest.mark.parametrize(("version", "reason"), [("16", "wal_status = lost"), ("18", "wal_status = lost, wal_removed")])
 def test_a_slot_that_has_lost_its_log(make_pipeline: Make, make_server: ServerMaker, version: str, reason: str) -> None:
-    """Newer servers also say why."""
+    """Newer servers also report the reason."""
     settings = {"max_slot_wal_keep_size": "2MB", "min_wal_size": "32MB", "max_wal_size": "32MB"}
     pipeline = make_pipeline("changelog", make_server(version, settings))
     pipeline.source(*LOST)
@@ -43,7 +43,7 @@ def test_a_slot_that_has_lost_its_log(make_pipeline: Make, make_server: ServerMa
 def test_a_slot_that_is_about_to_lose_its_log(
     make_pipeline: Make, make_server: ServerMaker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing is lost yet, and nothing but going on can keep it so: a warning, and the stream catches up."""
+    """Nothing is lost yet, if the stream continues in time: a warning is given, and the stream catches up."""
     server = make_server(settings={"max_slot_wal_keep_size": "1MB", "checkpoint_timeout": "1h", "max_wal_size": "4GB"})
     pipeline = make_pipeline("changelog", server)
     pipeline.source(*LOST)
@@ -58,7 +58,7 @@ def test_a_slot_that_is_about_to_lose_its_log(
 
 
 def test_a_slot_that_has_been_invalidated(make_pipeline: Make, make_server: ServerMaker) -> None:
-    """Postgres 18 gives up slots that nobody has used for a while."""
+    """Postgres 18 invalidates slots that have been idle for some time."""
     pipeline = make_pipeline("changelog", make_server("18", {"idle_replication_slot_timeout": "1s"}))
     pipeline.source(*LOST)
     query = f"SELECT invalidation_reason FROM pg_replication_slots WHERE slot_name = '{pipeline.pipeline.source.slot}'"

@@ -1,4 +1,4 @@
-"""A slot that somebody else reads from."""
+"""A slot with a foreign reader."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 @contextmanager
 def foreign_reader(pipeline: PipelineUnderTest) -> Iterator[int]:
-    """A session of another program that streams from the pipeline's slot, and acknowledges nothing; gives its pid."""
+    """Stream from the pipeline's slot in another program's session, without acknowledgments, and yield its pid."""
     names = pipeline.pipeline.source
     reader = pq.PGconn.connect(f"{names.dsn}?replication=database&application_name=somebody".encode())
     options = f"proto_version '1', publication_names '{names.publication}'"
@@ -35,7 +35,7 @@ def foreign_reader(pipeline: PipelineUnderTest) -> Iterator[int]:
 
 
 def test_a_slot_that_somebody_else_reads_from(make_pipeline: Make) -> None:
-    """The reader is named and left alone; commands that do not need the slot go on working."""
+    """The reader is reported and left alone; commands that do not need the slot still work."""
     pipeline = make_pipeline()
     active = f"SELECT active FROM pg_replication_slots WHERE slot_name = '{pipeline.pipeline.source.slot}'"
     pipeline.source(*LOST)
@@ -61,7 +61,7 @@ def test_a_slot_that_somebody_else_reads_from(make_pipeline: Make) -> None:
 
 
 def test_a_walsender_that_an_earlier_run_has_left(make_pipeline: Make) -> None:
-    """It carries our name, so that the next run ends it."""
+    """It carries the pipeline's name, so the next run ends it."""
     pipeline = make_pipeline()
     names = pipeline.pipeline.source
     pipeline.source(*LOST)

@@ -21,12 +21,12 @@ pytestmark = pytest.mark.slow
 
 
 def copy_target(server: PostgresServer, pipeline: PipelineUnderTest, backup: str) -> None:
-    """A backup of the target database."""
+    """Make a backup of the target database."""
     execute(server.dsn(), f"CREATE DATABASE {backup} TEMPLATE {pipeline.name}")
 
 
 def restore_target(server: PostgresServer, pipeline: PipelineUnderTest, backup: str) -> None:
-    """Put the backup in the place of the target database."""
+    """Replace the target database with the backup."""
     drop_database(server, pipeline.name)
     execute(server.dsn(), f"ALTER DATABASE {backup} RENAME TO {pipeline.name}")
 
@@ -35,7 +35,7 @@ def restore_target(server: PostgresServer, pipeline: PipelineUnderTest, backup: 
 def test_a_target_that_is_restored_from_a_backup(
     make_pipeline: Make, target_server: PostgresServer, mode: Mode
 ) -> None:
-    """The slot has been told more than the backup holds, so that the log in between is gone."""
+    """The slot has acknowledged more than the backup holds, so that the log in between is gone."""
     pipeline = make_pipeline(mode)
     copy_target(target_server, pipeline, f"{pipeline.name}_backup")
     pipeline.source(*LOST)
@@ -50,7 +50,7 @@ def test_a_target_that_is_restored_from_a_backup(
 def test_a_target_that_is_restored_and_still_in_reach_of_the_slot(
     make_pipeline: Make, target_server: PostgresServer, mode: Mode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Units that were committed and not acknowledged are streamed again, from where the backup's record says."""
+    """Units that were committed but not acknowledged are streamed again, from the position in the backup's record."""
     pipeline = make_pipeline(mode)
     copy_target(target_server, pipeline, f"{pipeline.name}_backup")
     pipeline.source(*LOST)
@@ -76,7 +76,7 @@ LOSSES = {
     ("mode", "loss"), [("mirror", "the schema"), ("changelog", "the pipeline's part"), ("mirror", "the targets too")]
 )
 def test_a_record_that_is_gone(make_pipeline: Make, mode: Mode, loss: str) -> None:
-    """The state vouches for slot and targets, and nothing of before can commit under the record that is made anew."""
+    """The state proves what belongs to the pipeline, and no earlier run can commit under the new record."""
     pipeline = make_pipeline(mode)
     sink, before = sink_of(pipeline.pipeline), pipeline.record
     pipeline.source(*LOST)
@@ -93,14 +93,13 @@ def test_a_record_that_is_gone(make_pipeline: Make, mode: Mode, loss: str) -> No
 
 
 def test_a_record_that_is_gone_and_targets_that_are_not_as_they_were(make_pipeline: Make) -> None:
-    """Nobody knows under which definition the rows were written; and tables that have joined only the file are not
-    ours."""
+    """The definition under which the rows were written is unknown, and tables that only the file has are foreign."""
     pipeline = make_pipeline()
     pipeline.source(*LOST, "ALTER TABLE public.t ADD b int", "CREATE TABLE public.u (id int PRIMARY KEY)")
     pipeline.target("DROP SCHEMA airflow_cdc CASCADE")
     solution = refused(pipeline, GateClosed, "no commit record")
     before = content(pipeline)
-    with pytest.raises(ForeignTable, match=r"is not defined as public\.t is now; its columns would be id int"):
+    with pytest.raises(ForeignTable, match=r"is not defined like public\.t; its columns should be id int"):
         carry_out(pipeline, solution)
     pipeline.target("ALTER TABLE public.t ADD b int")
     pipeline.target("CREATE TABLE public.u (id int PRIMARY KEY)", "INSERT INTO public.u VALUES (1)")
@@ -126,7 +125,7 @@ FOREIGN = {
 @pytest.mark.parametrize("record", ["whole", "lost"])
 @pytest.mark.parametrize("has", FOREIGN)
 def test_a_target_that_is_not_ours_is_refused_while_there_is_a_slot(make_pipeline: Make, record: str, has: str) -> None:
-    """Of a table that only the file has: what the pipeline has made stays, so that it goes on without that table."""
+    """Only the file has that table. What the pipeline has created stays, so that it continues without the table."""
     pipeline, (statement, words) = make_pipeline(), FOREIGN[has]
     made = (
         "SELECT slot_name::text, restart_lsn::text FROM pg_replication_slots WHERE database = current_database()"
@@ -157,7 +156,7 @@ def test_another_sink_is_not_taken_for_one_that_has_lost_its_record(
     try:
         execute(target_server.dsn(other), TABLE, ROWS)
         pipeline.change(sink={"dsn": target_server.dsn(other)})
-        with pytest.raises(GateClosed, match=r"no commit record .* does not tell"):
+        with pytest.raises(GateClosed, match=r"no commit record .* has no copy"):
             provisioning.start_over(pipeline.pipeline, takeover=False)
         with pytest.raises(ForeignTable, match=r"public\.t exists and has rows"):
             pipeline.provision()
@@ -175,7 +174,7 @@ def test_a_pipeline_without_its_record_is_dropped(make_pipeline: Make) -> None:
 
 
 def test_a_record_and_a_state_that_are_gone(make_pipeline: Make) -> None:
-    """What nothing vouches for is not continued, nor taken for ours: the pipeline begins anew, as the messages say."""
+    """Nothing proves their origin, so the pipeline neither continues nor adopts them: it starts over."""
     pipeline = make_pipeline()
     pipeline.source(*LOST)
     pipeline.target("DROP SCHEMA airflow_cdc CASCADE")
@@ -183,7 +182,7 @@ def test_a_record_and_a_state_that_are_gone(make_pipeline: Make) -> None:
     with pytest.raises(GateClosed, match="no commit record") as missing:
         pipeline.apply()
     assert "airflow-cdc provision" in missing.value.solution
-    with pytest.raises(GateClosed, match=r"no commit record .* does not tell"):
+    with pytest.raises(GateClosed, match=r"no commit record .* has no copy"):
         carry_out(pipeline, missing.value.solution)
     with pytest.raises(ForeignTable, match=r"public\.t exists and has rows"):
         pipeline.provision()

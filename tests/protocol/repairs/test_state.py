@@ -1,4 +1,4 @@
-"""State and checkpoint, which may be lost."""
+"""Losses of the state and of the checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_state_that_is_gone(make_pipeline: Make, mode: Mode) -> None:
 
 
 def test_each_query_has_a_checkpoint_of_its_own(tmp_path: Path) -> None:
-    """What others leave there, or still write, concerns it in nothing; only later runs' are not removed."""
+    """Files that other queries leave or still write there do not matter; only those of later runs are kept."""
     state, root = State(f"file://{tmp_path}"), tmp_path / "checkpoint"
     first, second = (state.new_checkpoint(7) for _ in range(2))
     assert first != second
@@ -35,13 +35,13 @@ def test_each_query_has_a_checkpoint_of_its_own(tmp_path: Path) -> None:
     for left in ("7/before", "8/overtaken", "9/later", "offsets", "commits"):
         (root / left).mkdir(parents=True)
         (root / left / "0").write_text("v1")
-    (root / "metadata").write_text("")  # as versions left it in which all shared one
+    (root / "metadata").write_text("")  # as versions with one shared checkpoint left it
     state.new_checkpoint(8)
     assert [str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()] == ["9/later/0"]
 
 
 class _Unstoppable:
-    """A query of Spark that does not end when it is told to."""
+    """A query of Spark that ignores a request to stop."""
 
     isActive = True
 

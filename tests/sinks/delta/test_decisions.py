@@ -1,4 +1,4 @@
-"""What the Delta sink decides, and what becomes of that, on tables that are only noted: no Spark runs."""
+"""The decisions of the Delta sink and their results, on tables that only record steps: no Spark runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import unquote
 
 import pyarrow as pa
 import pytest
@@ -23,35 +22,33 @@ from airflow_cdc_provider.engine.core.errors import (
     StagingLost,
     StreamFailed,
     TargetConflict,
-    UncapturableTable,
 )
 from airflow_cdc_provider.engine.core.failpoint import VARIABLE
 from airflow_cdc_provider.engine.core.lsn import LOG_END
 from airflow_cdc_provider.engine.core.record import Mode, Target
-from airflow_cdc_provider.engine.core.section import Section
 from airflow_cdc_provider.engine.core.table import Column
 from airflow_cdc_provider.engine.sinks.delta.plugin import DeltaPlugin
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
 from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
 from airflow_cdc_provider.engine.sinks.delta.table_definition import Plan, Present, plan
-from airflow_cdc_provider.engine.sinks.delta.table_layout import Layout, require_apart, require_possible
+from airflow_cdc_provider.engine.sinks.delta.table_layout import Layout
 from airflow_cdc_provider.engine.sinks.delta.table_work import Alteration, TableWork
 from airflow_cdc_provider.engine.sinks.lake import record
-from airflow_cdc_provider.engine.sinks.lake.paths import folder
-from airflow_cdc_provider.engine.sinks.lake.storage import Place
+from airflow_cdc_provider.engine.sinks.lake.storage import Storage
 from airflow_cdc_provider.engine.sinks.record_log import record_contents
 from airflow_cdc_provider.engine.sinks.staged import CopiedChunk, Staged, StagedPiece
 from tests.sinks.begun_sink import IDENTITY, LABEL, ORIGIN, TABLE, TARGET, WATERMARK, WHOLE, upsert
-from tests.support.files_sink import column, table
+from tests.support.files_sink import ID, column, table
+from tests.support.given_rows import GivenRows
 
 FIRST = f"{0:020}.json"
 
 
 @dataclass
 class NotedTable:
-    """A folder that has a log, in which the steps are noted that have been done."""
+    """A folder with a log, in which completed steps are recorded."""
 
-    place: Place
+    place: Storage
     refuse: Callable[[], None]
     works: list[TableWork]
 
@@ -78,10 +75,10 @@ class NotedTable:
 
 @dataclass(frozen=True)
 class NotingSink(DeltaSink):
-    """A sink of noted tables.
+    """A sink whose tables only record steps.
 
-    :param refusals: each is called before a table is written, or looked at.
-    :param works: what has been done.
+    :param refusals: functions called before a table is written or read.
+    :param works: the steps done so far.
     """
 
     refusals: list[Callable[[], None]] = field(default_factory=list, compare=False)
@@ -100,7 +97,7 @@ class NotingSink(DeltaSink):
 
 @pytest.fixture
 def sink(tmp_path: Path) -> NotingSink:
-    root = Place(str(tmp_path))
+    root = Storage(str(tmp_path))
     made = NotingSink(root, "p", "mirror", Layout(root))
     made.prepare([TARGET], [WHOLE], IDENTITY, 100)
     return made
@@ -150,7 +147,7 @@ def test_only_what_stands_in_the_way_asks_for_somebody(
 
 
 def test_what_another_process_of_the_run_has_done_meanwhile_is_no_failure(sink: NotingSink) -> None:
-    """It has removed what was staged, too, which is what is found missing."""
+    """The other process has also removed the staged files, which are then found missing."""
     epoch = sink.take_epoch("me")
 
     def be_overtaken() -> None:
@@ -183,13 +180,13 @@ def test_a_step_whose_table_was_dropped_lets_the_next_run_say_what_helps(
         unit(sink, epoch, 300, 400)
     assert "resnapshot --table" in refused.value.solution
     assert applied(sink) == 300
-    sink.replace(epoch, TARGET, None, iter([]), lambda: WATERMARK, TARGET)
+    sink.replace(epoch, TARGET, None, GivenRows([], lambda: WATERMARK), TARGET)
     assert sink.missing([TARGET]) == ()
     assert unit(sink, epoch, 300, 400)
 
 
 def test_a_table_without_a_snapshot_that_was_dropped_is_not_made_again(tmp_path: Path) -> None:
-    root = Place(str(tmp_path))
+    root = Storage(str(tmp_path))
     sink = NotingSink(root, "p", "mirror", Layout(root))
     sink.prepare([TARGET], [], IDENTITY, 100)
     epoch = sink.take_epoch("me")
@@ -204,11 +201,11 @@ def test_a_table_without_a_snapshot_that_was_dropped_is_not_made_again(tmp_path:
 
 
 def test_rows_that_are_read_by_key_before_any_others_make_the_table(tmp_path: Path) -> None:
-    root = Place(str(tmp_path))
+    root = Storage(str(tmp_path))
     sink = NotingSink(root, "p", "mirror", Layout(root))
     sink.prepare([TARGET], [], IDENTITY, 100)
     epoch = sink.take_epoch("me")
-    sink.replace(epoch, TARGET, frozenset({("1",)}), iter([]), lambda: WATERMARK, TARGET)
+    sink.replace(epoch, TARGET, frozenset({("1",)}), GivenRows([], lambda: WATERMARK), TARGET)
     assert sink.written() == 1
     drop_table(sink)
     assert sink.missing([TARGET]) == (TARGET,)
@@ -216,17 +213,19 @@ def test_rows_that_are_read_by_key_before_any_others_make_the_table(tmp_path: Pa
 
 def test_nothing_that_was_staged_stays_when_it_is_in_the_tables(sink: NotingSink) -> None:
     epoch = sink.take_epoch("me")
-    written = sink.write_chunk(epoch, TARGET, WHOLE, ORIGIN, iter([]), lambda: WATERMARK)
+    written = sink.write_chunk(epoch, TARGET, WHOLE, ORIGIN, GivenRows([], lambda: WATERMARK))
     assert written is not None
     assert sink.commit_chunks(epoch, [CopiedChunk(TARGET, WHOLE, ORIGIN, written)]) == [0]
     assert unit(sink, epoch, 100, 200)
-    sink.replace(epoch, TARGET, None, iter([]), lambda: WATERMARK, TARGET)
-    sink.replace(epoch, TARGET, frozenset({("1",)}), iter([]), lambda: WATERMARK, TARGET)
+    sink.replace(epoch, TARGET, None, GivenRows([], lambda: WATERMARK), TARGET)
+    sink.replace(epoch, TARGET, frozenset({("1",)}), GivenRows([], lambda: WATERMARK), TARGET)
     assert sink.written() == 4
     assert not (sink._home / "staging").files()
 
 
-ID, A = column("id", "bigint", 1), column("a", "integer", 2)
+A = column("a", "integer", 2)
+
+
 INTS = {"id": "BIGINT", "a": "INT"}
 
 
@@ -265,91 +264,6 @@ def test_what_added_columns_are_filled_with_is_looked_at_before_anything_is_deci
     assert planned(ID, A, column("day", "date", 3, "infinity"), mode="changelog", rows_stay=False).values == {}
 
 
-@pytest.mark.parametrize("path", ["lake/shop", "s3a://key:secret@bucket/lake", "hdfs://me@host/lake"])
-def test_paths_that_driver_and_executors_take_for_others_and_passwords_are_refused(path: str) -> None:
-    with pytest.raises(ConfigError, match=r"sink\.path") as refused:
-        DeltaSettings.parse(Section("sink", {"path": path}, {}, True))
-    assert "secret" not in str(refused.value)
-    for fine in ("/lake/shop", "s3a://bucket/lake", "abfs://container@account.dfs.core.windows.net/lake"):
-        assert DeltaSettings.parse(Section("sink", {"path": f"{fine}/"}, {}, True)).path == fine
-
-
-@pytest.mark.parametrize("path", ["/lake/[a]", "s3a://bucket/lake*", "/lake/{a,b}", "/la?ke", "/lake\\a"])
-def test_a_path_that_readers_take_for_a_pattern_is_refused(path: str) -> None:
-    with pytest.raises(ConfigError, match=r"sink\.path") as refused:
-        DeltaSettings.parse(Section("sink", {"path": path}, {}, True))
-    assert "patterns" in refused.value.solution
-
-
-def test_a_url_that_spark_cannot_read_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"sink\.path") as refused:
-        DeltaSettings.parse(Section("sink", {"path": "webhdfs://namenode:9870/lake"}, {}, True))
-    assert "Spark" in refused.value.solution
-
-
-NAMES = (
-    *("..", ".", "a/b", "a", "b", "/", "_airflow_cdc", "%5Fairflow_cdc", ".hidden", "a.", "a%2Fb", "%", "a:b", "::int"),
-    *("#", "?", "*", "[a]", "{a,b}", "a=b", "back\\slash", "new\nline", "\x7f", "Ord ers", "Größe", "a~b"),
-)
-
-
-def test_folders_of_targets_stand_in_the_lake_each_by_itself() -> None:
-    folders = [folder(schema, name) for schema in NAMES for name in NAMES]
-    assert len(set(folders)) == len(NAMES) ** 2
-    for found in folders:
-        assert len(parts := found.split("/")) == 2
-        assert not any(part.startswith(("_", ".")) or part.endswith(".") for part in parts)
-        assert not set(found) & set(":#?*[]{}=\\\n\x7f")
-    assert folder("Ord ers", "Größe") == "Ord ers/Größe", "as in Hive"
-    assert [unquote(part) for part in folder("a/b", "..").split("/")] == ["a/b", ".."]
-
-
-def test_names_that_spark_or_files_cannot_have_are_refused(tmp_path: Path) -> None:
-    layout = Layout(Place(str(tmp_path)), "spark_catalog")
-    for schema, name in (("copy", "a.b"), ("Größe", "t")):
-        with pytest.raises(ConfigError, match="letters from A to Z"):
-            require_possible(layout, replace(TARGET, schema=schema, name=name), "mirror")
-        require_possible(replace(layout, catalog="unity"), replace(TARGET, schema=schema, name=name), "mirror")
-    require_possible(layout, replace(TARGET, schema="copy", name="_1"), "mirror")
-    spaced = Target(table(ID, column("a b", "integer", 2)), "public", "t")
-    unmapped = Layout(Place(str(tmp_path)), properties=(("delta.columnMapping.mode", "none"),))
-    require_possible(Layout(Place(str(tmp_path))), spaced, "mirror")
-    with pytest.raises(UncapturableTable, match=r"\(a b\)"):
-        require_possible(unmapped, spaced, "mirror")
-    dotted = Target(table(ID, column("a.b", "integer", 2)), "public", "t")
-    with pytest.raises(ConfigError, match=r"takes a\.b of public\.t"):
-        require_possible(Layout(Place(str(tmp_path)), partition_by=(("public.t", ("a.b",)),)), dotted, "mirror")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("_metadata", "_METADATA", "deletionVectorId", "_row_dropped_", "_source_row_present_", "__condition__"),
-        "__delta_internal_row_index",
-    ],
-)
-def test_names_that_delta_gives_to_columns_of_its_own_are_refused(tmp_path: Path, name: str) -> None:
-    target = Target(table(ID, column(name, "integer", 2)), "public", "t")
-    with pytest.raises(UncapturableTable, match=rf"\({name}\) whose names Delta or Spark"):
-        require_possible(Layout(Place(str(tmp_path))), target, "mirror")
-
-
-def test_names_of_the_change_feed_are_refused_where_there_is_one(tmp_path: Path) -> None:
-    target = Target(table(ID, column("_Change_type", "integer", 2)), "public", "t")
-    require_possible(Layout(Place(str(tmp_path))), target, "mirror")
-    feeding = Layout(Place(str(tmp_path)), properties=(("delta.enableChangeDataFeed", "true"),))
-    with pytest.raises(UncapturableTable, match=r"\(_Change_type\)"):
-        require_possible(feeding, target, "mirror")
-
-
-def test_tables_that_a_catalog_takes_for_one_are_refused(tmp_path: Path) -> None:
-    one, other = (Target(replace(TABLE, name=name), "copy", name) for name in ("Orders", "orders"))
-    require_apart(Layout(Place(str(tmp_path))), [one, other])
-    require_apart(Layout(Place(str(tmp_path)), "unity"), [one, replace(other, schema="others")])
-    with pytest.raises(ConfigError, match=r"public\.Orders and public\.orders would be one table"):
-        require_apart(Layout(Place(str(tmp_path)), "unity"), [one, other])
-
-
 def test_a_table_that_has_not_been_made_is_redefined_without_it(sink: NotingSink) -> None:
     epoch = sink.take_epoch("me")
     after = replace(TARGET, table=replace(TABLE, columns=TABLE.columns[:2]))
@@ -364,7 +278,7 @@ def test_a_table_that_has_not_been_made_is_redefined_without_it(sink: NotingSink
 def test_a_step_is_left_to_the_process_that_has_decided_it_while_it_lives(
     sink: NotingSink, monkeypatch: pytest.MonkeyPatch, lives: bool, enters: bool
 ) -> None:
-    """Also by a part that enters the run, and looks whether the tables are there."""
+    """This also holds for a part that enters the run and checks whether the tables exist."""
     epoch = sink.take_epoch("me")
     sink.refusals.append(refusing(PySparkException("Connection reset")))
     with pytest.raises(StreamFailed):
@@ -379,7 +293,7 @@ def test_a_step_is_left_to_the_process_that_has_decided_it_while_it_lives(
         if lives:
             sink._roll_forward(head)  # as the other process does meanwhile
 
-    # From here on we are another process than the one that decided.
+    # From here on this is another process than the one that made the decision.
     monkeypatch.setattr(record, "_decided", {})
     monkeypatch.setattr(record, "_PATIENCE", 1.0)
     clock = SimpleNamespace(monotonic=lambda: sum(looks), time=time.time, sleep=look)
@@ -403,13 +317,13 @@ def test_the_configuration_of_spark_is_not_shown(tmp_path: Path) -> None:
 def test_many_chunks_are_committed_in_few_steps_each_of_which_reads_its_files_at_once(
     tmp_path: Path, mode: Mode
 ) -> None:
-    root = Place(str(tmp_path))
+    root = Storage(str(tmp_path))
     sink = NotingSink(root, "p", mode, Layout(root))
     bounds = [None, *((str(n),) for n in range(1, 70)), None]
     chunks = [Chunk(LABEL, n, *bounds[n : n + 2]) for n in range(70)]
     sink.prepare([TARGET], chunks, IDENTITY, 100)
     epoch = sink.take_epoch("me")
-    written = [sink.write_chunk(epoch, TARGET, chunk, ORIGIN, iter([]), lambda: WATERMARK) for chunk in chunks]
+    written = [sink.write_chunk(epoch, TARGET, chunk, ORIGIN, GivenRows([], lambda: WATERMARK)) for chunk in chunks]
     copied = [CopiedChunk(TARGET, chunk, ORIGIN, each) for chunk, each in zip(chunks, written, strict=True)]
     assert sink.commit_chunks(epoch, copied) == [0] * 70
     assert [[len(part.files) for part in work.parts] for work in sink.works] == [[64], [6]]
@@ -422,11 +336,11 @@ def test_a_chunk_whose_file_the_driver_does_not_find_is_not_decided(sink: Noting
     batch = pa.RecordBatch.from_arrays([pa.nulls(rows, pa.string())] * len(names), names=names)
 
     def written() -> Any:
-        return sink.write_chunk(epoch, TARGET, WHOLE, ORIGIN, iter([batch]), lambda: WATERMARK)
+        return sink.write_chunk(epoch, TARGET, WHOLE, ORIGIN, GivenRows([batch], lambda: WATERMARK))
 
     lost = written()
     sink._home.remove(lost.file)
-    with pytest.raises(StagingLost, match="gone"):
+    with pytest.raises(StagingLost, match="does not exist"):
         sink.commit_chunks(epoch, [CopiedChunk(TARGET, WHOLE, ORIGIN, lost)])
     assert sink.commit_chunks(epoch, [CopiedChunk(TARGET, WHOLE, ORIGIN, written())]) == [rows]
 
@@ -443,8 +357,8 @@ def test_what_spark_fails_with_before_anything_is_decided_is_tried_again(sink: N
 
 
 def test_tables_that_a_catalog_takes_for_one_are_refused_whoever_brings_them(tmp_path: Path) -> None:
-    """By no check before, as in ``resnapshot --all``; of the pipeline, or of two that share a path."""
-    root = Place(str(tmp_path))
+    """No earlier check finds it, as in ``resnapshot --all``; one pipeline or two with the same path have the tables."""
+    root = Storage(str(tmp_path))
     one, other = (Target(replace(TABLE, name=name), "copy", name) for name in ("orders", "Orders"))
     layout = Layout(root, "unity")
 
@@ -460,7 +374,7 @@ def test_tables_that_a_catalog_takes_for_one_are_refused_whoever_brings_them(tmp
     with pytest.raises(ConfigError, match="would be one table"):
         sink.add(epoch, [other], [])
     with pytest.raises(ConfigError, match="would be one table"):
-        sink.replace(epoch, other, None, iter([]), lambda: WATERMARK, None)
+        sink.replace(epoch, other, None, GivenRows([], lambda: WATERMARK), None)
     with pytest.raises(ConfigError, match="would be one table"):
         sink.restart(epoch, [one, other], IDENTITY, 100)
     with pytest.raises(ForeignTable, match="belongs to pipeline 'p'"):

@@ -1,4 +1,4 @@
-"""Pipelines into Delta tables, from real servers: snapshot, stream, DDL and re-reads, crashes in between, verified."""
+"""Pipelines into Delta tables, from real servers: snapshot, stream, DDL and re-reads, crashes, comparison."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def pipeline_of(
 
 
 def rows(spark: SparkSession, pipeline: PipelineUnderTest, query: str) -> list[tuple[Any, ...]]:
-    """What a query finds, in which ``{name}`` stands for a target table."""
+    """Return the result of a query, in which ``{name}`` stands for a target table."""
 
     class Tables(dict[str, str]):
         def __missing__(self, name: str) -> str:
@@ -118,7 +118,7 @@ def test_all_types_come_through_snapshot_and_stream(
 
 @pytest.fixture
 def catalog(spark: SparkSession, tmp_path: Path) -> Iterator[str]:
-    """Spark's own, whose tables are the folders that path tables would be."""
+    """Use Spark's own catalog, whose tables are the folders that path tables would be."""
     spark.sql(f"CREATE SCHEMA public LOCATION '{tmp_path}/lake/public'")
     yield "spark_catalog"
     spark.sql("DROP SCHEMA public CASCADE")
@@ -148,7 +148,7 @@ def test_ddl_is_followed_and_tables_are_read_again(
     pipeline.apply()
     assert_verified(pipeline)
     assert writes(spark, pipeline) == 1
-    # What no type can follow is read again, in one commit with its columns.
+    # If no type change can follow it, the table is re-read, in one commit with its columns.
     pipeline.source("ALTER TABLE public.t ALTER b TYPE text USING 'b' || b", "INSERT INTO public.t VALUES (3, 'z')")
     pipeline.apply()
     assert_verified(pipeline)
@@ -163,12 +163,12 @@ def test_ddl_is_followed_and_tables_are_read_again(
     assert spark.catalog.tableExists("spark_catalog.public.t")
 
 
-# Where a unit, or the log's entry for it, can break off; steps of chunks are tested with the sink.
+# Where a unit, or its entry in the log, can break off; steps of chunks are tested with the sink.
 PLACES = (
     *("before-batch-staged", "after-batch-staged", "before-batch-commit", "in-batch-commit", "before-entry"),
     *("after-entry", "before-step", "before-table-written", "after-table-written", "after-step", "after-batch-commit"),
 )
-# Where a re-read and a change of schema can, beside the entry: undecided, decided, half done, done and not said.
+# Where a re-read and a change of schema can also break off: undecided, decided, half done, done and not reported.
 REREADS = (
     *("before-reread-commit", "before-step", "before-table-written", "after-table-written", "after-step"),
     "after-reread-commit",
@@ -180,13 +180,13 @@ REDEFINITIONS = (
 
 
 def operations(spark: SparkSession, pipeline: PipelineUnderTest) -> Counter[str]:
-    """How often what was done to the target table."""
+    """Return how often each operation was done on the target table."""
     history = spark.sql(f"DESCRIBE HISTORY delta.`{pipeline.directory}/lake/public/t`").select("operation").collect()
     return Counter(operation for (operation,) in history)
 
 
 def writes(spark: SparkSession, pipeline: PipelineUnderTest) -> int:
-    """How often all rows of the target table were written: by its first chunk, and by re-reads."""
+    """Return how often all rows of the target table were written: by its first chunk, and by re-reads."""
     done = operations(spark, pipeline)
     return done["WRITE"] + done["CREATE OR REPLACE TABLE AS SELECT"]
 
@@ -280,10 +280,11 @@ def test_a_changelog_has_everything_once_whatever_breaks_off(
 
 @pytest.mark.thorough
 def test_a_run_that_is_killed_with_its_spark(spark: SparkSession, databases: Databases, tmp_path: Path) -> None:
-    """With a table written of which the record does not know; before that, death leaves what an error leaves, but for a
-    table that is being made, whose log may be begun: see ``test_delta_tables.py``.
+    """A table was written that the record does not know. Before that, a kill leaves the same as an error.
 
-    The first time that it gets there is in a chunk, the fourth in the stream.
+    An exception is a table that is being created, whose log may be incomplete: see ``test_delta_tables.py``.
+
+    It first reaches the place in a chunk, and the fourth time in the stream.
     """
     pipeline = pipeline_of(tmp_path, databases, ["public.t"])
     pipeline.source(AUDITED)
@@ -308,7 +309,7 @@ def test_a_run_that_is_killed_with_its_spark(spark: SparkSession, databases: Dat
 def test_a_re_read_and_a_change_of_schema_that_are_killed_with_their_spark(
     spark: SparkSession, databases: Databases, tmp_path: Path
 ) -> None:
-    """The change between its two steps at the table, and again when it is taken up."""
+    """The change is killed between its two steps on the table, and again when it is resumed."""
     pipeline = pipeline_of(tmp_path, databases, ["public.t"])
     pipeline.source(
         "CREATE TABLE public.t (id int PRIMARY KEY, body text)", "INSERT INTO public.t VALUES (1, 'a'), (2, 'b')"

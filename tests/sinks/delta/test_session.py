@@ -1,4 +1,4 @@
-"""The Spark that a Delta sink starts where none runs, as under ``verify``, ``maintain`` and ``resnapshot``."""
+"""The Spark that a Delta sink starts if none is running, as under ``verify``, ``maintain`` and ``resnapshot``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECRETS = {"spark.hadoop.fs.s3a.secret.key": "s3cret", "spark.sql.catalog.unity.
 
 
 def started_without_delta() -> tuple[dict[str, str | None], str]:
-    """What the Spark has that is started, and what is said of it."""
+    """Return the configuration of the Spark that is started, and its messages."""
     with pytest.raises(SparkUnusable):
         session(OWN)
     spark = SparkSession._instantiatedSession
@@ -35,7 +35,7 @@ def started_without_delta() -> tuple[dict[str, str | None], str]:
 
 @pytest.mark.thorough
 def test_a_spark_has_the_engine_s_defaults_and_one_without_delta_is_refused_without_secrets() -> None:
-    # In a process of its own: a JVM that has had Delta once, keeps it.
+    # In a separate process, because a JVM that has once loaded Delta keeps it.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         found, solution = pool.submit(started_without_delta).result()
     assert found == DEFAULTS | {"spark.speculation": "true"}

@@ -1,4 +1,4 @@
-"""The Delta sink, on real tables: the contract of all sinks, commits of tables, and what a crash leaves."""
+"""The Delta sink, on real tables: the contract of all sinks, commits of tables, and the remains of crashes."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ from tests.sinks.begun_sink import (
 from tests.sinks.contract import ProtocolContract
 from tests.sinks.contract_rows import ChangelogContract, LakeContract, MirrorContract
 from tests.support.delta_spark import delta_session
+from tests.support.given_rows import GivenRows
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
@@ -106,7 +107,7 @@ class DeltaStore(SinkUnderTest):
 
 
 def commits(store: SinkUnderTest) -> int:
-    """How often the table has been written to, since it was made."""
+    """Return the number of commits to the table since its creation."""
     assert isinstance(store, DeltaStore)
     return versions(store.spark, store.root) - 1
 
@@ -118,11 +119,11 @@ def store(spark: SparkSession, root: Path) -> DeltaStore:
 
 @pytest.mark.thorough
 class TestProtocol(ProtocolContract):
-    """See :class:`ProtocolContract`."""
+    """The contract of the protocol on Delta tables."""
 
 
 class TestMirror(MirrorContract, LakeContract):
-    """See :class:`MirrorContract` and :class:`LakeContract`; whatever is done at once is one commit of the table."""
+    """The contracts of mirrors and lakes on Delta tables; everything done at once is one commit of the table."""
 
     def test_chunks_are_committed_together_and_each_once(self, store: SinkUnderTest) -> None:
         super().test_chunks_are_committed_together_and_each_once(store)
@@ -139,7 +140,7 @@ class TestMirror(MirrorContract, LakeContract):
 
 @pytest.mark.thorough
 class TestChangelog(ChangelogContract):
-    """See :class:`ChangelogContract`."""
+    """The contract of changelogs on Delta tables."""
 
 
 def opened(root: Path, mode: str = "mirror", pipeline: str = "p", **settings: object) -> DeltaSink:
@@ -148,7 +149,7 @@ def opened(root: Path, mode: str = "mirror", pipeline: str = "p", **settings: ob
 
 
 def prepared(root: Path, mode: str = "mirror", **settings: object) -> tuple[DeltaSink, int]:
-    """A sink at applied LSN 100 with one planned chunk, and the epoch of its first run."""
+    """Return a sink at applied LSN 100 with one planned chunk, and the epoch of its first run."""
     sink = opened(root, mode, **settings)
     sink.prepare([TARGET], [WHOLE], IDENTITY, 100)
     return sink, sink.take_epoch("test")
@@ -166,7 +167,7 @@ def batch(*rows: Sequence[str | None]) -> pa.RecordBatch:
 
 
 def copy(sink: DeltaSink, epoch: int, chunk: Chunk, *rows: Sequence[str | None]) -> int | None:
-    written = sink.write_chunk(epoch, TARGET, chunk, ORIGIN, iter([batch(*rows)]), lambda: WATERMARK)
+    written = sink.write_chunk(epoch, TARGET, chunk, ORIGIN, GivenRows([batch(*rows)], lambda: WATERMARK))
     return None if written is None else sink.commit_chunks(epoch, [CopiedChunk(TARGET, chunk, ORIGIN, written)])[0]
 
 
@@ -208,7 +209,7 @@ def test_a_table_that_another_process_has_begun_to_make_is_awaited(
 def test_what_has_been_decided_is_done_by_the_next_run(
     spark: SparkSession, root: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    """Of the unit that a run leaves in the middle, in a mirror by MERGE and in a changelog by an append."""
+    """A run leaves a unit half done, in a mirror by MERGE and in a changelog by an append."""
     for mode in ("mirror", "changelog"):
         sink, epoch = prepared(root / mode, mode)
         copy(sink, epoch, WHOLE, ("1", "a", "1"))
@@ -233,7 +234,7 @@ def test_what_has_been_decided_is_done_by_the_next_run(
 def test_a_run_that_was_overtaken_in_the_middle_does_nothing_when_it_wakes_up(
     spark: SparkSession, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has decided a unit, and sleeps before it writes; others do so for it, and go on."""
+    """It has decided a unit, and sleeps before it writes; other runs write for it, and continue."""
     sink, epoch = prepared(root)
     copy(sink, epoch, WHOLE, ("1", "a", "1"))
     unit = [stage(sink, epoch, [upsert("1", "b", "2")])]
@@ -278,7 +279,7 @@ def test_names_that_are_paths_are_folders_of_the_lake(spark: SparkSession, root:
     sink = opened(root)
     sink.prepare([target], [chunk], IDENTITY, 100)
     epoch = sink.take_epoch("test")
-    written = sink.write_chunk(epoch, target, chunk, ORIGIN, iter([batch(("1", "a", "1"))]), lambda: WATERMARK)
+    written = sink.write_chunk(epoch, target, chunk, ORIGIN, GivenRows([batch(("1", "a", "1"))], lambda: WATERMARK))
     assert written is not None
     assert sink.commit_chunks(epoch, [CopiedChunk(target, chunk, ORIGIN, written)]) == [1]
     sink.commit(epoch, 100, 200, [stage(sink, epoch, [replace(upsert("2", "b", "2"), label=label)])])
@@ -369,7 +370,7 @@ def test_rows_are_read_as_postgres_writes_them(spark: SparkSession, root: Path) 
 
 @pytest.mark.thorough
 def test_files_are_joined_while_units_come(spark: SparkSession, root: Path) -> None:
-    """OPTIMIZE and MERGE want the same files; whoever comes second begins again."""
+    """OPTIMIZE and MERGE need the same files; whichever commits second starts again."""
     sink, epoch = prepared(root)
     copy(sink, epoch, WHOLE, *((str(n), "a", "0") for n in range(20)))
     for n in range(2):
@@ -387,7 +388,7 @@ def test_files_are_joined_while_units_come(spark: SparkSession, root: Path) -> N
 
 
 def test_tables_that_other_readers_of_delta_can_read(spark: SparkSession, root: Path) -> None:
-    """Without what they do not know yet: columns with identities, and deletion vectors."""
+    """The tables lack features that other readers do not support: columns with identities, and deletion vectors."""
     plain = (("delta.columnMapping.mode", "none"),)
     sink, epoch = prepared(root, deletion_vectors=False, properties=plain, partition_by=((LABEL, ("note",)),))
     copy(sink, epoch, WHOLE, ("1", "a", "1.50"), ("2", "b", None))

@@ -1,4 +1,4 @@
-"""Delta tables whose making was cut off, and what Spark is started with and says, on a real one."""
+"""Delta tables whose creation was interrupted, and Spark's configuration and messages, on a real one."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
 from airflow_cdc_provider.engine.sinks.staged import CopiedChunk
 from tests.sinks.begun_sink import IDENTITY, LABEL, ORIGIN, TABLE, TARGET, WATERMARK, WHOLE, text
 from tests.support.delta_spark import delta_session
+from tests.support.given_rows import GivenRows
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
@@ -37,7 +38,7 @@ def spark() -> Iterator[SparkSession]:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody else makes tables here."""
+    """Assume that no other process creates tables here."""
     monkeypatch.setattr(delta_spark, "_PAUSE_SECONDS", 0)
 
 
@@ -51,7 +52,7 @@ def prepared(root: Path, target: Target = TARGET, catalog: str | None = None) ->
 def copy(sink: DeltaSink, epoch: int, target: Target = TARGET) -> int | None:
     columns = [text("1"), text("a"), text("1.50")]
     rows = pa.RecordBatch.from_arrays(columns, names=["id", "note", "amount"])
-    written = sink.write_chunk(epoch, target, WHOLE, ORIGIN, iter([rows]), lambda: WATERMARK)
+    written = sink.write_chunk(epoch, target, WHOLE, ORIGIN, GivenRows([rows], lambda: WATERMARK))
     return sink.commit_chunks(epoch, [CopiedChunk(target, WHOLE, ORIGIN, written)])[0]
 
 
@@ -115,17 +116,17 @@ def test_a_condition_that_fails_on_a_row_is_refused_as_one_that_cannot_be_read(
             "TBLPROPERTIES ('delta.appendOnly' = 'true')",
             (
                 "id is generated",
-                "note is VARCHAR(3) and has to be STRING",
-                "amount is DECIMAL(10,1) and has to be DECIMAL(10,2)",
-                "amount is NOT NULL, and not every row has a value there",
-                "x is NOT NULL, and no row has such a column",
-                "delta.appendOnly is true, and rows of a mirror are changed and deleted",
+                "note is VARCHAR(3) but must be STRING",
+                "amount is DECIMAL(10,1) but must be DECIMAL(10,2)",
+                "amount is NOT NULL, but not every row has a value for it",
+                "x is NOT NULL, but no row has such a column",
+                "delta.appendOnly is true, but a mirror changes and deletes rows",
             ),
         ),
         (
             "id BIGINT NOT NULL, note CHAR(2), amount DECIMAL(10,2) GENERATED ALWAYS AS (CAST(id AS DECIMAL(10,2)))",
             "",
-            ("note is CHAR(2) and has to be STRING", "amount is generated"),
+            ("note is CHAR(2) but must be STRING", "amount is generated"),
         ),
         (
             "id BIGINT NOT NULL, Note STRING, amount DECIMAL(10,2), theirs INT, day INT NOT NULL DEFAULT 1",
@@ -167,7 +168,7 @@ def test_of_a_changelog_only_what_every_event_has_may_be_not_null(spark: SparkSe
     spark.sql(
         f"CREATE TABLE {table} ({columns.format('NOT NULL')}) USING delta TBLPROPERTIES (delta.appendOnly = true)"
     )
-    with pytest.raises(ForeignTable, match=r"rows: id is NOT NULL, and not every event has a value there$"):
+    with pytest.raises(ForeignTable, match=r"rows: id is NOT NULL, but not every event has a value for it$"):
         sink.prepare([TARGET], [WHOLE], IDENTITY, 100)
     spark.sql(f"ALTER TABLE {table} ALTER COLUMN id DROP NOT NULL")
     sink.prepare([TARGET], [WHOLE], IDENTITY, 100)
@@ -177,7 +178,7 @@ def test_a_table_of_a_catalog_that_is_not_of_delta_is_refused(spark: SparkSessio
     spark.sql(f"CREATE SCHEMA copy LOCATION '{tmp_path}/copy'")
     try:
         spark.sql("CREATE TABLE copy.t (id BIGINT, note STRING, amount DECIMAL(10,2)) USING parquet")
-        with pytest.raises(ForeignTable, match=r"copy\.t exists, and is of parquet, not Delta"):
+        with pytest.raises(ForeignTable, match=r"copy\.t exists, but has the format parquet instead of Delta"):
             prepared(tmp_path, replace(TARGET, name="t"), "spark_catalog")
     finally:
         spark.sql("DROP SCHEMA copy CASCADE")

@@ -1,4 +1,4 @@
-"""Compaction of a files sink: the same rows in fewer files, whatever goes on meanwhile and wherever it ends."""
+"""Compaction of a files sink: the same rows in fewer files, whatever happens meanwhile and wherever it ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from airflow_cdc_provider.engine.sinks.files.data_writer import note_of
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
 from airflow_cdc_provider.engine.sinks.lake import log
 from airflow_cdc_provider.engine.sinks.lake.log import SPAN
-from airflow_cdc_provider.engine.sinks.lake.storage import Place
+from airflow_cdc_provider.engine.sinks.lake.storage import Storage
 from airflow_cdc_provider.engine.sinks.record_log.record import Commit
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change
 from tests.support.files_sink import (
@@ -119,7 +119,7 @@ def test_dates_and_large_files_stay_by_themselves(sink: FilesSink) -> None:
 
 
 def test_columns_that_came_later_are_null_in_rows_of_before(tmp_path: Path) -> None:
-    made = FilesSink(Place(str(tmp_path)), "shop", "changelog")
+    made = FilesSink(Storage(str(tmp_path)), "shop", "changelog")
     made.prepare([TARGET], CHUNKS, SOURCE, 50)
     epoch = made.take_epoch("me")
     fill(made, epoch, 2)
@@ -187,7 +187,7 @@ def test_wherever_it_breaks_off_the_rows_stay(
 
 
 def test_files_of_two_formats_stay_by_themselves_and_the_second_is_refused(request: pytest.FixtureRequest) -> None:
-    """A process whose pipeline file has been edited, beside others that have read it before."""
+    """One process uses an edited pipeline file, and others have read the file before."""
     with provisioned("json", request) as made:
         epoch = made.take_epoch("me")
         fill(made, epoch, 3)
@@ -206,14 +206,13 @@ def test_files_of_two_formats_stay_by_themselves_and_the_second_is_refused(reque
 
 
 def others_go_on(made: FilesSink, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the next writer stand still between creating its entry and looking whether it counts, until that one and
-    those before it have been pruned."""
+    """Halt the next writer between its entry and the check of it, until that entry and earlier ones are pruned."""
 
     def standing_still(place: str) -> None:
         if place == "after-entry":
             monkeypatch.undo()
             for n in range(2 * SPAN + 10):
-                made.append_beside("an entry", lambda contents, n=n: Commit(Change({"others": {"n": n}})))  # type: ignore[misc]
+                made.append_without_epoch("an entry", lambda contents, n=n: Commit(Change({"others": {"n": n}})))  # type: ignore[misc]
 
     monkeypatch.setattr(log, "failpoint", standing_still)
 
@@ -240,7 +239,7 @@ def test_sweeping_leaves_files_to_readers_that_a_compaction_has_replaced(sink: F
     fill(sink, epoch)
     named = data_files(sink)
     notes = sink._staging("units", epoch)
-    notes.replace(note_of(named[0]), named[0].encode())  # as it stays when a run dies after its commit
+    notes.replace(note_of(named[0]), named[0].encode())  # this remains if a run dies after its commit
     run(compaction(sink))
     sink.sweep(sink.take_epoch("next"))
     assert not notes.files()
@@ -248,11 +247,12 @@ def test_sweeping_leaves_files_to_readers_that_a_compaction_has_replaced(sink: F
 
 
 def _units(url: str, epoch: int) -> None:
-    fill(FilesSink(Place(url), "shop", "changelog"), epoch, 60)
+    fill(FilesSink(Storage(url), "shop", "changelog"), epoch, 60)
 
 
+@pytest.mark.lengthy
 def test_a_process_that_commits_and_one_that_compacts_lose_nothing(tmp_path: Path) -> None:
-    made = FilesSink(Place(str(tmp_path)), "shop", "changelog")
+    made = FilesSink(Storage(str(tmp_path)), "shop", "changelog")
     made.prepare([TARGET], CHUNKS, SOURCE, 50)
     process = processes.Process(target=_units, args=(str(tmp_path), made.take_epoch("me")))
     process.start()

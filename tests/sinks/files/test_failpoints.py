@@ -1,7 +1,7 @@
-"""A files sink's own steps: at each the run dies, or is overtaken as it stands still; in the end each change is once.
+"""The steps of a files sink: at each the run dies, or is overtaken while halted; in the end each change exists once.
 
-The places follow each other in one pipeline's life, with writers at work all the while. What is no matter of the sink
-is walked through in ``test_failpoints.py``.
+The places follow each other in one pipeline's life, while writers are active all the time. Steps outside the sink are
+covered in ``test_failpoints.py``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from airflow_cdc_provider.engine.sinks import files, lake
-from tests.conftest import Databases, Some
-from tests.support.audited import AUDITED, writing
+from tests.conftest import Databases
+from tests.selection import Some
+from tests.support.audited import AUDITED, LONG_PAUSE, writing
 from tests.support.files_pipeline import FilesPipeline, assert_files_exactly_once
 from tests.support.files_runs import finish, kill
 from tests.support.sparkless import DONE, FAILED, SparklessRun
@@ -23,7 +24,7 @@ from tests.support.sparkless import DONE, FAILED, SparklessRun
 pytestmark = pytest.mark.slow
 
 
-# Each with the pass at which it is armed: entries are appended, and files linked, in every step.
+# Each with the pass at which it is armed: every step appends entries and links files.
 BEGINNING = ("before-entry:1", "before-link:1", "after-link:2", "before-plan:1", "after-plan:1", "after-entry:1")
 
 
@@ -87,7 +88,7 @@ def test_the_walk_passes_all_places() -> None:
 
 
 def test_runs_that_die_leave_nothing_out_and_nothing_twice(pipeline: FilesPipeline, some: Some) -> None:
-    with writing(pipeline.databases.source):
+    with writing(pipeline.databases.source, LONG_PAUSE):
         for place in some((*BEGINNING, *OWNING, *CHUNKS, *UNITS, *OWNING)):
             kill(pipeline, place)
         finish(pipeline)
@@ -98,7 +99,7 @@ def test_runs_that_die_leave_nothing_out_and_nothing_twice(pipeline: FilesPipeli
 
 @pytest.mark.parametrize("place", ["before-chunk-commit:2", "before-link:12"])
 def test_a_run_that_is_overtaken_in_the_snapshot_adds_nothing(pipeline: FilesPipeline, place: str) -> None:
-    with writing(pipeline.databases.source):
+    with writing(pipeline.databases.source, LONG_PAUSE):
         overtake(pipeline, place)
         finish(pipeline)
     pipeline.apply()
@@ -108,7 +109,7 @@ def test_a_run_that_is_overtaken_in_the_snapshot_adds_nothing(pipeline: FilesPip
 
 @pytest.mark.thorough
 def test_runs_that_are_overtaken_in_the_stream_add_nothing(pipeline: FilesPipeline) -> None:
-    with writing(pipeline.databases.source):
+    with writing(pipeline.databases.source, LONG_PAUSE):
         finish(pipeline)
         for place in ("after-batch-staged:1", "in-batch-commit:1", "before-link:3", "before-manifest:2", *OWNING[:3]):
             overtake(pipeline, place)
@@ -119,7 +120,7 @@ def test_runs_that_are_overtaken_in_the_stream_add_nothing(pipeline: FilesPipeli
 
 
 def test_re_reads_and_changes_of_schema_that_break_off_are_taken_up_again(pipeline: FilesPipeline) -> None:
-    with writing(pipeline.databases.source):
+    with writing(pipeline.databases.source, LONG_PAUSE):
         finish(pipeline)
         for place in REREADS:
             kill(pipeline, place, reread=["public.t"])

@@ -1,4 +1,4 @@
-"""Files in HDFS: what commits are made of, pipelines that die around the log's entries, and Spark as a plain reader."""
+"""Files in HDFS: the calls behind commits, pipelines that die around the log's entries, and Spark as a plain reader."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from airflow_cdc_provider.engine.core.errors import ConfigError, ConnectionFaile
 from airflow_cdc_provider.engine.core.failpoint import VARIABLE
 from airflow_cdc_provider.engine.sinks.lake import hdfs as hdfs_module
 from airflow_cdc_provider.engine.sinks.lake.hdfs import BrokenOff, Hdfs
-from airflow_cdc_provider.engine.sinks.lake.storage import Place
+from airflow_cdc_provider.engine.sinks.lake.storage import Storage
 from tests.conftest import Databases
-from tests.support.audited import AUDITED, writing
+from tests.support.audited import AUDITED, LONG_PAUSE, writing
 from tests.support.files_pipeline import FilesPipeline, assert_files_exactly_once
 from tests.support.files_runs import finish, kill
 from tests.support.files_sink import CHUNKS, change, chunk, effect, paths, provisioned, unit
@@ -34,11 +34,11 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def place(hdfs: HdfsCluster) -> Place:
-    return Place(hdfs.url) / uuid.uuid4().hex
+def place(hdfs: HdfsCluster) -> Storage:
+    return Storage(hdfs.url) / uuid.uuid4().hex
 
 
-def test_a_file_is_created_once(place: Place) -> None:
+def test_a_file_is_created_once(place: Storage) -> None:
     place.require_create()
     assert place.names() == []
     assert place.create("a/b%2Fc/_date=2026-11-22/x", b"one")
@@ -47,7 +47,7 @@ def test_a_file_is_created_once(place: Place) -> None:
     assert place.files() == place.files("a") == ["a/b%2Fc/_date=2026-11-22/x"]
 
 
-def test_of_those_who_create_a_file_at_once_one_does(place: Place) -> None:
+def test_of_those_who_create_a_file_at_once_one_does(place: Storage) -> None:
     writers = 3
     start = threading.Barrier(writers)
 
@@ -66,7 +66,7 @@ def test_of_those_who_create_a_file_at_once_one_does(place: Place) -> None:
     assert len(place.files()) == 30, "nothing is left of the others"
 
 
-def test_a_file_that_is_replaced_is_read_whole(place: Place) -> None:
+def test_a_file_that_is_replaced_is_read_whole(place: Storage) -> None:
     contents = [b"%d" % n * (1 + 50_000 * (n % 2)) for n in range(10)]
     place.replace("x", contents[0])
     done = threading.Event()
@@ -89,9 +89,9 @@ def test_a_file_that_is_replaced_is_read_whole(place: Place) -> None:
 
 @pytest.mark.parametrize("times", [1, 4, 5])
 def test_an_answer_that_breaks_off_is_asked_for_again(
-    place: Place, monkeypatch: pytest.MonkeyPatch, times: int
+    place: Storage, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
-    """As a DataNode does when the file that it reads is replaced; not for ever, as it may be broken."""
+    """A DataNode breaks off if the file it reads is replaced; retries are limited, as the file may be broken."""
     place.create("x", b"content")
     session = place._located[0].session
     get, asked = session.get, []
@@ -110,7 +110,7 @@ def test_an_answer_that_breaks_off_is_asked_for_again(
             place.read("x")
 
 
-def test_what_is_there_of_a_file(place: Place) -> None:
+def test_what_is_there_of_a_file(place: Storage) -> None:
     place.create("empty", b"")
     place.create("some", b"0123456789")
     assert (place.read("empty"), place.read("empty", 4), place.size("empty")) == (b"", b"", 0)
@@ -128,7 +128,7 @@ def test_what_is_there_of_a_file(place: Place) -> None:
     assert place.files() == ["empty"]
 
 
-def test_large_files_are_written_in_pieces_and_gone_if_that_fails(place: Place) -> None:
+def test_large_files_are_written_in_pieces_and_gone_if_that_fails(place: Storage) -> None:
     megabyte = bytes(range(256)) * 4096
     with place.writing("large") as file:
         for _ in range(12):
@@ -152,7 +152,7 @@ def test_large_files_are_written_in_pieces_and_gone_if_that_fails(place: Place) 
     assert place.files() == ["large", "nothing"]
 
 
-def test_what_writers_that_died_have_left_is_removed_in_time(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_writers_that_died_have_left_is_removed_in_time(place: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Hdfs, "rm", lambda *_, **__: None)
     monkeypatch.setenv(VARIABLE, "before-link:error")
     with pytest.raises(Failpoint):
@@ -168,8 +168,8 @@ def test_what_writers_that_died_have_left_is_removed_in_time(place: Place, monke
     assert place.files() == []
 
 
-def test_who_may_not_write_is_told_so(hdfs: HdfsCluster, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As whom fsspec is configured to come."""
+def test_who_may_not_write_is_told_so(hdfs: HdfsCluster, place: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user is the one configured for fsspec."""
     place.create("x", b"1")
     place.create("hidden/y", b"1")
     place._fs._call("SETPERMISSION", "put", place.path("hidden"), permission="700")
@@ -183,7 +183,7 @@ def test_who_may_not_write_is_told_so(hdfs: HdfsCluster, place: Place, monkeypat
 
 
 def test_a_name_node_that_does_not_take_changes_is_a_store_that_cannot_be_reached(
-    hdfs: HdfsCluster, place: Place
+    hdfs: HdfsCluster, place: Storage
 ) -> None:
     place.create("x", b"1")
     hdfs.administer("-safemode", "enter")
@@ -196,7 +196,7 @@ def test_a_name_node_that_does_not_take_changes_is_a_store_that_cannot_be_reache
         hdfs.administer("-safemode", "leave")
 
 
-def test_an_error_of_a_data_node_is_not_taken_for_content(place: Place) -> None:
+def test_an_error_of_a_data_node_is_not_taken_for_content(place: Storage) -> None:
     place.create("x", b"1")
     system = place._fs
     location = system._call("OPEN", path=place.path("x"), redirect=False).headers["Location"]
@@ -206,7 +206,7 @@ def test_an_error_of_a_data_node_is_not_taken_for_content(place: Place) -> None:
 
 
 def test_a_name_node_that_stands_still_is_not_waited_for(
-    hdfs: HdfsCluster, place: Place, monkeypatch: pytest.MonkeyPatch
+    hdfs: HdfsCluster, place: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hdfs_module, "_SECONDS", 0.2)
     with hdfs.paused(), pytest.raises(ConnectionFailed, match=r"no answer from .* \(ReadTimeout\)"):
@@ -214,7 +214,7 @@ def test_a_name_node_that_stands_still_is_not_waited_for(
 
 
 def test_without_an_answer_nothing_is_taken_for_absent() -> None:
-    gone = Place("webhdfs://127.0.0.1:1/lake")
+    gone = Storage("webhdfs://127.0.0.1:1/lake")
     for asked in (gone.read, gone.size, gone.names, gone.files, gone.remove):
         with pytest.raises(ConnectionFailed, match=r"no answer from 127\.0\.0\.1:1"):
             asked("x")
@@ -224,15 +224,15 @@ def test_without_an_answer_nothing_is_taken_for_absent() -> None:
 
 
 class HdfsPipeline(FilesPipeline):
-    """A pipeline into HDFS, whose files DuckDB reads by fsspec."""
+    """A pipeline into HDFS, whose files DuckDB reads through fsspec."""
 
-    def __init__(self, directory: Path, databases: Databases, place: Place) -> None:
+    def __init__(self, directory: Path, databases: Databases, place: Storage) -> None:
         super().__init__(directory, databases, ["public.t"], path=place.url)
         self.database.register_filesystem(fsspec.core.url_to_fs(place.url)[0])
 
 
 @pytest.fixture
-def pipeline(databases: Databases, tmp_path: Path, place: Place) -> Iterator[HdfsPipeline]:
+def pipeline(databases: Databases, tmp_path: Path, place: Storage) -> Iterator[HdfsPipeline]:
     made = HdfsPipeline(tmp_path, databases, place)
     made.change(snapshot={"chunk_rows": 300})
     made.source(AUDITED)
@@ -243,11 +243,11 @@ def pipeline(databases: Databases, tmp_path: Path, place: Place) -> Iterator[Hdf
 
 @pytest.mark.thorough
 def test_runs_that_die_around_an_entry_leave_nothing_out_and_nothing_twice(pipeline: HdfsPipeline) -> None:
-    with writing(pipeline.databases.source):
+    with writing(pipeline.databases.source, LONG_PAUSE):
         for place in ("before-link:1", "after-entry:1", "before-link:9", "after-link:9"):
             kill(pipeline, place)
     finish(pipeline)
-    with writing(pipeline.databases.source):
+    with writing(pipeline.databases.source, LONG_PAUSE):
         for place in ("in-batch-commit:1", "in-manifest:3"):
             kill(pipeline, place)
     finish(pipeline)
@@ -277,7 +277,7 @@ def spark() -> Iterator[SparkSession]:
 def test_spark_reads_what_the_list_names(
     request: pytest.FixtureRequest, hdfs: HdfsCluster, spark: SparkSession
 ) -> None:
-    """By Hadoop's own protocol, as the page says."""
+    """Spark uses Hadoop's own protocol, as in the documentation."""
     with provisioned("hdfs", request) as sink:
         epoch = sink.take_epoch("me")
         chunk(sink, epoch, CHUNKS[0], ("1", "one", None), ("2", None, None))

@@ -1,4 +1,4 @@
-"""Pipelines into files, from a real source: each change once, schema changes followed, what readers and verify find."""
+"""Pipelines into files, from a real source: each change once, schema changes, readers and comparisons."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_verify_names_what_differs(pipeline: FilesPipeline) -> None:
     assert {(d["key"]["id"], d["kind"]) for d in found["differences"]} == {("1", "different"), ("3", "missing")}
     for file in (pipeline.root / "public").rglob("*.parquet"):
         file.unlink()
-    with pytest.raises(CdcError, match="gone"):
+    with pytest.raises(CdcError, match="no longer exist"):
         commands.verify(pipeline.pipeline)
 
 

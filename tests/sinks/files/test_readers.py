@@ -1,4 +1,4 @@
-"""What plain readers make of a files sink: the examples of its page, as they stand there."""
+"""Plain readers of a files sink: the examples of its documentation, as they are printed there."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from pyspark.sql import SparkSession
 
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
-from airflow_cdc_provider.engine.sinks.lake.storage import Place
+from airflow_cdc_provider.engine.sinks.lake.storage import Storage
 from tests.support.files_sink import AT, BODY, ID, SOURCE, change, column, effect, rows, table, unit, watermark
+from tests.support.given_rows import GivenRows
 from tests.support.pipelines import SPARK_CONF
 from tests.support.spark_jvm import local_session
 
@@ -28,7 +29,7 @@ WIDER = Target(table(ID, BODY, AT, column("more", "integer", 4), name="orders"),
 
 
 def example(language: str, word: str) -> str:
-    """The first example of the page that has a word."""
+    """Return the first example of the page that contains a word."""
     found = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
     return inspect.cleandoc(next(text for text in found if word in text))
 
@@ -41,12 +42,12 @@ def run(word: str, **given: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def lake(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Two rows read, one of them changed, another one gone, a third with a column that came later; and an orphan."""
+    """Create files with two rows, of which one is changed, a deleted row, a row with a later column, and an orphan."""
     path = tmp_path_factory.mktemp("lake")
-    sink = FilesSink(Place(str(path)), "shop_lake", "changelog")
+    sink = FilesSink(Storage(str(path)), "shop_lake", "changelog")
     sink.prepare([ORDERS], [], SOURCE, 50)
     epoch = sink.take_epoch("me")
-    sink.replace(epoch, ORDERS, None, rows(("1", "one", None), ("2", "two", None)), watermark, ORDERS)
+    sink.replace(epoch, ORDERS, None, GivenRows(rows(("1", "one", None), ("2", "two", None)), watermark), ORDERS)
     unit(sink, epoch, 50, 60, effect(change("u", 60, "1", "uno", None), label="public.orders"))
     unit(sink, epoch, 60, 70, effect(change("d", 70, "2", None, None), label="public.orders"))
     sink.redefine(epoch, ORDERS, WIDER)
@@ -84,7 +85,7 @@ def test_spark(lake: str, spark: SparkSession) -> None:
 
 
 def test_a_glob_finds_what_is_not_committed(lake: str) -> None:
-    """What the page warns of."""
+    """The page warns of this."""
     found = duckdb.sql(f"SELECT count(*) FROM read_parquet('{lake}/public/orders/**/*.parquet')").fetchall()
     assert found == [(len(EVENTS) + 1,)]
 

@@ -1,4 +1,4 @@
-"""The files sink by itself: what stands in the files, what readers are told, what is committed and what is not."""
+"""The files sink alone: the contents of its files, its lists for readers, and its commits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from airflow_cdc_provider.engine.core.table import Column
 from airflow_cdc_provider.engine.sinks.files import manifest
 from airflow_cdc_provider.engine.sinks.files.row_format import writer
 from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
-from airflow_cdc_provider.engine.sinks.lake.storage import Place
+from airflow_cdc_provider.engine.sinks.lake.storage import Storage
 from airflow_cdc_provider.engine.sinks.record_log.record import Commit
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change
 from airflow_cdc_provider.engine.sinks.staged import CopiedChunk, RowsNeeded
@@ -55,6 +55,7 @@ from tests.support.files_sink import (
     watermark,
 )
 from tests.support.files_store import FilesStore
+from tests.support.given_rows import GivenRows
 
 
 @pytest.fixture(params=STORES)
@@ -70,13 +71,13 @@ def store(request: pytest.FixtureRequest) -> Iterator[FilesStore]:
 
 
 class TestProtocol(ProtocolContract):
-    """See :class:`ProtocolContract`."""
+    """The contract of the protocol on files."""
 
     mode = "changelog"
 
 
 class TestChangelog(ChangelogContract, LakeContract):
-    """See :class:`ChangelogContract` and :class:`LakeContract`."""
+    """The contracts of changelogs and lakes on files."""
 
 
 ROW = ("1", "one", "2026-01-02 03:04:05.678+00")
@@ -114,7 +115,7 @@ LIST = "list.list.element"
 
 @pytest.mark.parametrize(("first", "dictionaries"), [(5000, {LIST, "repeats"}), (1, {LIST, "repeats", "differs"})])
 def test_a_dictionary_is_made_where_values_come_again(tmp_path: Path, first: int, dictionaries: set[str]) -> None:
-    """If the first rows are few, they do not tell where."""
+    """If there are few first rows, they do not show where."""
     numbers = range(20_000)
     rows = pa.table({"differs": numbers, "list": [[str(n % 9)] for n in numbers], "repeats": [n % 99 for n in numbers]})
     with (tmp_path / "x").open("wb") as file:
@@ -166,7 +167,7 @@ def test_every_plain_reader_reads_what_the_list_names(parquet: FilesSink) -> Non
 
 
 def test_json_lines_are_read_by_duckdb(tmp_path: Path) -> None:
-    sink = FilesSink(Place(str(tmp_path)), "shop", "changelog", "json")
+    sink = FilesSink(Storage(str(tmp_path)), "shop", "changelog", "json")
     sink.prepare([TARGET], CHUNKS, SOURCE, 50)
     epoch = sink.take_epoch("me")
     chunk(sink, epoch, CHUNKS[0], ROW, ("9223372036854775807", None, None))
@@ -219,13 +220,13 @@ def test_a_read_that_fails_leaves_no_file(sink: FilesSink) -> None:
         raise RuntimeError("the source is gone")
 
     with pytest.raises(RuntimeError, match="the source is gone"):
-        sink.write_chunk(epoch, TARGET, CHUNKS[0], ORIGIN, failing(), watermark)
+        sink.write_chunk(epoch, TARGET, CHUNKS[0], ORIGIN, GivenRows(failing(), watermark))
     assert data_files(sink) == []
 
 
 def test_rows_that_were_read_before_the_stream_went_on_are_not_committed(sink: FilesSink) -> None:
     epoch = sink.take_epoch("me")
-    written = sink.write_chunk(epoch, TARGET, CHUNKS[0], ORIGIN, rows(ROW), watermark)
+    written = sink.write_chunk(epoch, TARGET, CHUNKS[0], ORIGIN, GivenRows(rows(ROW), watermark))
     unit(sink, epoch, 50, 60)
     with pytest.raises(StagingLost):
         sink.commit_chunks(epoch, [CopiedChunk(TARGET, CHUNKS[0], ORIGIN, written)])
@@ -269,7 +270,7 @@ def test_another_type_begins_another_version(parquet: FilesSink) -> None:
     epoch = parquet.take_epoch("me")
     unit(parquet, epoch, 50, 60, effect(change("i", 60, *ROW)))
     after = Target(table(ID, replace(BODY, type="integer"), AT), "public", "t")
-    parquet.replace(epoch, after, None, rows(("1", "11", None)), watermark, TARGET)
+    parquet.replace(epoch, after, None, GivenRows(rows(("1", "11", None)), watermark), TARGET)
     unit(parquet, epoch, 60, 70, effect(change("i", 70, "2", "22", None)))
     now = told(parquet)["tables"]["public.t"]
     assert (now["version"], len(now["earlier"]), len(now["files"])) == (2, 1, len(paths(parquet)))
@@ -287,7 +288,7 @@ def test_a_value_that_a_type_cannot_hold_is_refused(parquet: FilesSink) -> None:
 
 
 def test_a_column_that_has_the_name_of_the_partitions_is_refused(tmp_path: Path) -> None:
-    sink = FilesSink(Place(str(tmp_path)), "shop", "changelog")
+    sink = FilesSink(Storage(str(tmp_path)), "shop", "changelog")
     with pytest.raises(ConfigError, match="_date"):
         sink.prepare([Target(table(ID, column("_date", "date", 2)), "public", "t")], CHUNKS, SOURCE, 50)
 
@@ -295,7 +296,7 @@ def test_a_column_that_has_the_name_of_the_partitions_is_refused(tmp_path: Path)
 @pytest.mark.parametrize("name", ["_airflow_cdc", "..", ".hidden", "a/b", "50% *[x]?", "Größe", "a.b", "shop.json"])
 def test_names_of_all_kinds_are_folders(tmp_path: Path, name: str) -> None:
     target = Target(replace(TARGET.table, schema=name, name=name), name, name)
-    sink = FilesSink(Place(str(tmp_path / "lake")), "shop", "changelog")
+    sink = FilesSink(Storage(str(tmp_path / "lake")), "shop", "changelog")
     sink.prepare([target], [Chunk(f"{name}.{name}", 0, None, None)], SOURCE, 50)
     epoch = sink.take_epoch("me")
     assert chunk(sink, epoch, Chunk(f"{name}.{name}", 0, None, None), ROW, target=target) == 1
@@ -309,13 +310,13 @@ def test_names_of_all_kinds_are_folders(tmp_path: Path, name: str) -> None:
 def test_what_a_process_has_put_back_when_it_wakes_up_it_publishes_anew(
     sink: FilesSink, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
-    """It stands still before it replaces a file, until the stream, another process, has published something newer."""
+    """It is halted before it replaces a file, until the stream, in another process, has published a newer version."""
     epoch = sink.take_epoch("me")
     unit(sink, epoch, 50, 51, effect(change("i", 51, "1", None, None)))
     streams: dict[Any, Any] = dict(manifest._listed)
-    replaced = Place.replace
+    replaced = Storage.replace
 
-    def after_standing_still(place: Place, name: str, data: bytes) -> None:
+    def after_standing_still(place: Storage, name: str, data: bytes) -> None:
         if name == file:
             monkeypatch.undo()
             with switched_to(streams):
@@ -323,9 +324,9 @@ def test_what_a_process_has_put_back_when_it_wakes_up_it_publishes_anew(
             assert len(paths(sink)) == 2
         replaced(place, name, data)
 
-    monkeypatch.setattr(Place, "replace", after_standing_still)
+    monkeypatch.setattr(Storage, "replace", after_standing_still)
     with switched_to({}):
-        assert sink.append_beside("an entry", lambda contents: Commit(Change({"others": {"n": 1}})))
+        assert sink.append_without_epoch("an entry", lambda contents: Commit(Change({"others": {"n": 1}})))
         sink.publish()
     assert len(paths(sink)) == len(told(sink)["tables"]["public.t"]["files"]) == 2
     with switched_to(streams):
@@ -336,7 +337,7 @@ def test_what_a_process_has_put_back_when_it_wakes_up_it_publishes_anew(
 
 @contextmanager
 def switched_to(cache: dict[Any, Any]) -> Iterator[None]:
-    """Be the process that remembers having written what is in ``cache``."""
+    """Act as the process that remembers having written the contents of ``cache``."""
     before = dict(manifest._listed)
     manifest._listed.clear()
     manifest._listed.update(cache)
@@ -362,7 +363,7 @@ def test_lists_that_a_process_has_left_behind_are_put_right_with_the_manifest(si
 
 def test_a_place_that_cannot_be_written_is_told_by_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    sink = FilesSink(Place(str(tmp_path / "file")), "shop", "changelog")
+    sink = FilesSink(Storage(str(tmp_path / "file")), "shop", "changelog")
     with pytest.raises(CdcError) as told_:
         sink.prepare([TARGET], CHUNKS, SOURCE, 50)
     assert told_.value.solution

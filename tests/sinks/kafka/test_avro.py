@@ -1,4 +1,4 @@
-"""Pipelines into Kafka in Avro, with a real registry: what Confluent's own deserializer makes of the messages."""
+"""Pipelines into Kafka in Avro, with a real registry: the messages as Confluent's own deserializer reads them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from airflow_cdc_provider.engine.commands.checks import preflight
 from airflow_cdc_provider.engine.core.errors import CannotFollow
 from local_servers.kafka import KafkaServer
 from tests.conftest import Databases
-from tests.support.audited import AUDITED, writing
+from tests.support.audited import AUDITED, LONG_PAUSE, writing
 from tests.support.kafka_pipeline import KafkaPipeline
 from tests.support.kafka_runs import assert_once, finish, kill
-from tests.support.kafka_server import committed
-from tests.support.kafka_sink import clear
+from tests.support.kafka_server import clear, committed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 class Decoded(NamedTuple):
-    """A message as a foreign reader has it; a tombstone has no value."""
+    """A message as another program reads it; a tombstone has no value."""
 
     partition: int
     key: dict[str, Any] | None
@@ -37,7 +36,7 @@ class Decoded(NamedTuple):
 
 
 class AvroPipeline(KafkaPipeline):
-    """A pipeline whose messages are in Avro, and a reader that knows nothing but the registry."""
+    """A pipeline whose messages are in Avro, and a reader that knows only the registry."""
 
     def __init__(self, directory: Path, databases: Databases, brokers: str, registry: str, **sink: Any) -> None:
         super().__init__(directory, databases, ["public.t"], brokers, format="avro", registry=registry, **sink)
@@ -45,9 +44,9 @@ class AvroPipeline(KafkaPipeline):
         self.registry = SchemaRegistryClient({"url": registry})
 
     def decoded(self, as_of: int | None = None) -> list[Decoded]:
-        """All committed messages.
+        """Return all committed messages.
 
-        :param as_of: version of the values' schema to read them as; by default each is read as it was written.
+        :param as_of: version of the values' schema with which to read; by default each message's own version.
         """
         subject = f"{self.topic()}-value"
         schema = None if as_of is None else self.registry.get_version(subject, as_of).schema
@@ -59,11 +58,10 @@ class AvroPipeline(KafkaPipeline):
         ]
 
     def values(self, table: str = "public.t", committed: bool = True) -> list[dict[str, Any]]:
-        """See :meth:`.KafkaPipeline.values`."""
         return [message.value for message in self.decoded() if message.value is not None]
 
     def require(self, level: ConfigCompatibilityLevel) -> None:
-        """Have the registry compare the values' schemas."""
+        """Let the registry check the compatibility of the values' schemas."""
         self.registry.set_config(f"{self.topic()}-value", ServerConfig(level))
 
 
@@ -244,7 +242,7 @@ def test_a_change_that_the_registry_refuses_waits_until_it_is_let_in(pipeline: A
         with pytest.raises(CannotFollow, match=f"{pipeline.topic()}-value") as told:
             pipeline.apply()
         assert "compatibility" in told.value.solution
-    # What comes before the change is in the topic, the change itself and what follows is not.
+    # Changes before the incompatible one are in the topic; that change and later ones are not.
     assert [m.value["after"] for m in pipeline.decoded() if m not in before and m.value] == [{"id": 2, "a": "8"}]
     assert pipeline.registry.get_versions(f"{pipeline.topic()}-value") == [1]
 
@@ -260,7 +258,7 @@ def test_a_change_that_the_registry_refuses_waits_until_it_is_let_in(pipeline: A
 def test_runs_that_die_leave_nothing_out_and_nothing_twice(pipeline: AvroPipeline) -> None:
     pipeline.change(snapshot={"chunk_rows": 150})
     pipeline.source(AUDITED)
-    with writing(pipeline.databases.source):
+    with writing(pipeline.databases.source, LONG_PAUSE):
         for place in (
             *("after-chunk-staged:1", "before-chunk-commit:1", "after-chunk-commit:1"),
             *("after-batch-staged:1", "in-batch-commit:1", "before-transaction-end:3", "after-batch-commit:1"),

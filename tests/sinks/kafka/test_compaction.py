@@ -1,4 +1,4 @@
-"""The topic of a Kafka sink's record when the brokers have compacted it: whoever reads it finds what it held before."""
+"""The topic of a Kafka sink's record after the brokers have compacted it: readers find the same contents as before."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OFTEN = {"segment.ms": "1", "min.cleanable.dirty.ratio": "0.01"}
 
 @pytest.fixture
 def begun(server_directory: Path) -> Iterator[Begun]:
-    """A pipeline on a broker that compacts ten times a second what there is."""
+    """Return a pipeline on a broker that compacts its topics ten times a second."""
     with make_broker(server_directory / "kafka-compacting", {"log.cleaner.backoff.ms": "100"}) as server:
         yield begin(KafkaStore(server.brokers, partitions=1), "changelog")
 
@@ -34,7 +34,7 @@ def store_of(begun: Begun) -> KafkaStore:
 
 
 def reader(begun: Begun, name: str) -> Sink:
-    """The sink as a process has it that has read what this one has not; by the name it has clients of its own."""
+    """Return the sink of a process that has read what this one has not; by its name it has its own clients."""
     return KafkaSink(replace(store_of(begun).settings, properties=(("client.id", name),)), "p")
 
 
@@ -44,7 +44,7 @@ def journal(begun: Begun) -> str:
 
 
 def offsets(begun: Begun) -> list[int]:
-    """Those of the messages that the record's topic still has."""
+    """Return the offsets of the messages that the record's topic still has."""
     return [message.offset for message in consumed(store_of(begun).cluster, journal(begun))]
 
 
@@ -55,7 +55,7 @@ def end(begun: Begun) -> int:
 def alter(begun: Begun, settings: Mapping[str, str]) -> None:
     entries = [ConfigEntry(*each, incremental_operation=AlterConfigOpType.SET) for each in settings.items()]
     resource = ConfigResource(ResourceType.TOPIC, journal(begun), incremental_configs=entries)
-    admin = AdminClient(store_of(begun).cluster.conf())  # which has to live until they are altered
+    admin = AdminClient(store_of(begun).cluster.conf())  # keep it alive until they are altered
     admin.incremental_alter_configs([resource])[resource].result(SECONDS)
 
 
@@ -64,6 +64,7 @@ def fill(begun: Begun, first: int, last: int) -> None:
         assert begun.unit(100 + n, 101 + n, begun.put(str(1000 + n), "x", "1.00", at=101 + n))
 
 
+@pytest.mark.lengthy
 def test_a_record_that_was_compacted_is_the_same(begun: Begun) -> None:
     begun.copy(WHOLE, NEW)
     begun.sink.add(begun.epoch, [OTHER], [Chunk(OTHER.table.label, 0, None, None)])
@@ -71,14 +72,14 @@ def test_a_record_that_was_compacted_is_the_same(begun: Begun) -> None:
     behind = reader(begun, "behind")
     assert behind.record() == begun.record
     place = end(begun)
-    # What comes now takes the place of all that it has read, or removes it.
+    # The next messages replace or remove all that it has read.
     fill(begun, UNITS, UNITS + 1)
     begun.sink.forget(begun.epoch, [OTHER.table.label])
     fill(begun, UNITS + 1, 2 * UNITS)
     written = offsets(begun)
 
     alter(begun, OFTEN)
-    fill(begun, 2 * UNITS, 2 * UNITS + 1)  # with which the segment that holds the rest is closed
+    fill(begun, 2 * UNITS, 2 * UNITS + 1)  # this closes the segment that holds the rest
     record = begun.record
     assert await_condition(lambda: len(offsets(begun)) < len(written) / 2, SECONDS), "nothing was compacted"
     left = offsets(begun)

@@ -1,4 +1,4 @@
-"""Messages beside those that Debezium has written of the same changes, see :mod:`tests.recorded.debezium`."""
+"""Messages compared with those that Debezium has written of the same changes, see :mod:`tests.recorded.debezium`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import fastavro
 import pytest
 
 from airflow_cdc_provider.engine.sinks.kafka.formats.avro import avro_schema
-from airflow_cdc_provider.engine.sinks.kafka.formats.debezium import Shape
+from airflow_cdc_provider.engine.sinks.kafka.formats.debezium import TableCodec
 from local_servers.kafka import KafkaServer
 from tests.conftest import Databases
 from tests.recorded.debezium import CHANGES, DECIMALS, TABLE, recorded
 from tests.support.kafka_pipeline import KafkaPipeline
-from tests.support.kafka_sink import clear, consumed
+from tests.support.kafka_server import clear
+from tests.support.kafka_sink import consumed
 
 PLACE = ("version", "db", "sequence", "txId", "lsn", "ts_ms", "ts_us", "ts_ns")
-# Debezium names all values that the one may have; the other is ours.
+# Debezium's schema lists all values of `snapshot`; `unchanged` is a field of ours.
 SPECIAL = ("snapshot", "unchanged")
 
 
@@ -52,12 +53,12 @@ def test_messages_are_those_of_debezium(pipeline: KafkaPipeline) -> None:
 
 
 def test_schemas_in_avro_are_those_of_its_converter(pipeline: KafkaPipeline) -> None:
-    """A registry gives a key's schema its number by all of its text, and the number stands in the key."""
+    """A registry identifies a key's schema by its whole text, and the id is part of the key."""
     pipeline.source(*TABLE)
     pipeline.provision()
     (target,) = pipeline.record.targets
     decimals = pipeline.document["sink"]["decimals"]
-    shape, expected = Shape(target, decimals), recorded(decimals)
+    shape, expected = TableCodec(target, decimals), recorded(decimals)
     assert compact(avro_schema(shape.key_schema(pipeline.topic()))) == expected.avro_key
     values = [avro_schema(shape.value_schema(pipeline.topic())), json.loads(expected.avro_value)]
     ours, theirs = (usual(fastavro.parse_schema(value, _write_hint=False)) for value in values)
@@ -65,7 +66,7 @@ def test_schemas_in_avro_are_those_of_its_converter(pipeline: KafkaPipeline) -> 
 
 
 def test_what_differs_is_documented() -> None:
-    """Each field that is left out of the comparisons above, but for those that tell when and where it was."""
+    """This covers each field that the comparisons above leave out, except those of time and place."""
     page = (Path(__file__).parents[3] / "docs" / "sinks" / "kafka.md").read_text(encoding="utf-8")
     (part,) = re.findall(r"What differs:\n(.*?)\n### ", page, re.DOTALL)
     told = {name for name in (*PLACE, *SPECIAL) if f"`source.{name}`" in part}
@@ -77,14 +78,14 @@ def compact(schema: Any) -> str:
 
 
 def usual(schema: Any) -> Any:
-    """An Avro schema without special fields."""
+    """Return an Avro schema without special fields."""
     if isinstance(schema, list):
         return [usual(each) for each in schema if not isinstance(each, dict) or each.get("name") not in SPECIAL]
     return {name: usual(each) for name, each in schema.items()} if isinstance(schema, dict) else schema
 
 
 def told(payload: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What a message tells, but for where and when it was."""
+    """Return the contents of a message, except for its time and place."""
     if payload is None:
         return None
     source = {name: value for name, value in payload["source"].items() if name not in PLACE}
@@ -92,6 +93,6 @@ def told(payload: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def without(schema: dict[str, Any], *names: str) -> dict[str, Any]:
-    """A schema without fields of some names, wherever they are."""
+    """Return a schema without fields of some names, at any depth."""
     kept = [without(each, *names) for each in schema.get("fields", []) if each["field"] not in names]
     return {**schema, "fields": kept}

@@ -1,7 +1,7 @@
-"""A Kafka sink's own steps: at each the run dies, or is overtaken as it stands still; consumers get each change once.
+"""The steps of a Kafka sink: at each the run dies, or is overtaken while halted; consumers get each change once.
 
-The places follow each other in one pipeline's life, with writers at work all the while. What is no matter of the sink
-is walked through in ``test_failpoints.py``.
+The places follow each other in one pipeline's life, while writers are active all the time. Steps outside the sink are
+covered in ``test_failpoints.py``.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ import pytest
 from airflow_cdc_provider.engine.sinks import kafka
 from airflow_cdc_provider.engine.sinks.record_log import record
 from local_servers.kafka import KafkaServer
-from tests.conftest import Databases, Some
-from tests.support.audited import AUDITED, writing
+from tests.conftest import Databases
+from tests.selection import Some
+from tests.support.audited import AUDITED, LONG_PAUSE, writing
 from tests.support.kafka_pipeline import KafkaPipeline
 from tests.support.kafka_runs import assert_once, finish, kill
-from tests.support.kafka_sink import clear
+from tests.support.kafka_server import clear
 from tests.support.sparkless import DONE, FAILED, SparklessRun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-# Each with the pass at which it is armed: there is a transaction in every step.
+# Each with the pass at which it is armed: every step has a transaction.
 BEGINNING = ("in-transaction:1", "before-plan:1", "after-plan:1", "after-transaction:1")
 
 
@@ -85,7 +86,7 @@ def test_the_walk_passes_all_places() -> None:
 
 
 def test_runs_that_die_leave_nothing_out_and_nothing_twice(pipeline: KafkaPipeline, some: Some) -> None:
-    with writing(pipeline.databases.source):
+    with writing(pipeline.databases.source, LONG_PAUSE):
         for place in some((*BEGINNING, *OWNING, *CHUNKS, *UNITS, *OWNING[:2])):
             kill(pipeline, place)
         finish(pipeline)
@@ -95,7 +96,7 @@ def test_runs_that_die_leave_nothing_out_and_nothing_twice(pipeline: KafkaPipeli
 
 @pytest.mark.thorough
 def test_a_run_that_is_overtaken_in_the_snapshot_adds_nothing(pipeline: KafkaPipeline) -> None:
-    with writing(pipeline.databases.source):
+    with writing(pipeline.databases.source, LONG_PAUSE):
         overtake(pipeline, "before-transaction-end:5")
         finish(pipeline)
     assert_once(pipeline)
@@ -103,7 +104,7 @@ def test_a_run_that_is_overtaken_in_the_snapshot_adds_nothing(pipeline: KafkaPip
 
 @pytest.mark.thorough
 def test_runs_that_are_overtaken_in_the_stream_add_nothing(pipeline: KafkaPipeline) -> None:
-    with writing(pipeline.databases.source):
+    with writing(pipeline.databases.source, LONG_PAUSE):
         finish(pipeline)
         for place in ("after-batch-staged:1", "before-transaction-end:3", OWNING[0]):
             overtake(pipeline, place)
@@ -113,7 +114,7 @@ def test_runs_that_are_overtaken_in_the_stream_add_nothing(pipeline: KafkaPipeli
 
 @pytest.mark.thorough
 def test_re_reads_and_changes_of_schema_that_break_off_are_taken_up_again(pipeline: KafkaPipeline) -> None:
-    with writing(pipeline.databases.source):
+    with writing(pipeline.databases.source, LONG_PAUSE):
         finish(pipeline)
         for place in REREADS:
             kill(pipeline, place, reread=["public.t"])

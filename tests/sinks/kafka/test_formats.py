@@ -1,4 +1,4 @@
-"""What messages look like, and that they come back to the very texts."""
+"""The form of messages, and that reading them yields the original texts."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ SMALL = target(column("id", "integer"), column("note", "text"), column("price", 
 
 
 def table(target: Target, *changes: Mapping[str, Any]) -> pa.Table:
-    """Changes as an effect has them: ``op``, ``new``, and as far as they are told ``kind``, ``old``, ``unchanged``."""
+    """Return changes as in an effect: ``op``, ``new``, and, if present, ``kind``, ``old``, ``unchanged``."""
     width = range(len(target.table.columns))
     columns: dict[str, Any] = {"op": pa.array([c["op"] for c in changes])}
     numbers = {"commit_lsn": 160, "xid": 20, "commit_ts": 1_700_000_000_123_456}
@@ -123,7 +123,7 @@ def round_trip(format_: Format, target: Target, rows: pa.Table) -> list[dict[str
 
 
 def messages(format_: Format, target: Target, rows: pa.Table) -> list[tuple[Any, Any]]:
-    """Keys and values, as JSON."""
+    """Return keys and values, as JSON."""
     made = format_.encode(target, TOPIC, events.settled(target, rows)).to_pylist()
     return [tuple(m[name] and json.loads(m[name]) for name in ("key", "value")) for m in made]
 
@@ -147,6 +147,7 @@ def _rows() -> st.SearchStrategy[list[list[str | None]]]:
     return st.lists(st.tuples(*(st.none() | texts for texts in KINDS.values())).map(list), min_size=1, max_size=4)
 
 
+@pytest.mark.lengthy
 @given(rows=_rows(), old=_rows())
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_all_values_come_back_as_they_were(
@@ -220,7 +221,7 @@ def test_plain_json() -> None:
 
 
 def _envelope(envelope: dict[str, Any]) -> dict[str, Any]:
-    """Without what differs from run to run."""
+    """Return an envelope without fields that differ from run to run."""
     for name in ("ts_ms", "ts_us", "ts_ns"):
         assert envelope.pop(name) > 1_700_000_000_000
     assert envelope["source"].pop("version")

@@ -1,4 +1,4 @@
-"""Partitions of keys are those of Kafka's own producers."""
+"""Partitions of keys are the same as those of Kafka's own producers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from airflow_cdc_provider.engine.sinks.kafka.partitioner import partitions
 
 
-# The hashes stand in Kafka's own UtilsTest.
+# The hashes are those in Kafka's own UtilsTest.
 @pytest.mark.parametrize(
     ("key", "hashed"),
     [

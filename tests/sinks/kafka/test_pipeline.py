@@ -14,14 +14,15 @@ import pytest
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.commands.checks import preflight
 from airflow_cdc_provider.engine.core.errors import ConfigError, ForeignTable, UnknownTable
-from airflow_cdc_provider.engine.sources.postgres.reading import requested_reads
+from airflow_cdc_provider.engine.sources.postgres.reading import reread_requests
 from airflow_cdc_provider.engine.state import requests
 from airflow_cdc_provider.engine.state.files import State
 from local_servers.kafka import KafkaServer
 from tests.conftest import Databases
 from tests.support.audited import AUDITED, writing
 from tests.support.kafka_pipeline import KafkaPipeline, assert_consumed_once
-from tests.support.kafka_sink import clear, consumed, send
+from tests.support.kafka_server import clear
+from tests.support.kafka_sink import consumed, send
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +54,7 @@ def test_each_change_is_consumed_once_beside_the_snapshot(pipeline: KafkaPipelin
 
 
 def test_the_messages_of_a_key_stand_in_one_partition_in_their_order(pipeline: KafkaPipeline) -> None:
-    """The last message of each key is its row, as a compacted topic keeps it; a row that is gone has a tombstone."""
+    """The last message of each key is its row, as in a compacted topic; a deleted row has a tombstone."""
     pipeline.source("CREATE TABLE public.t (id int PRIMARY KEY, body text)")
     pipeline.source("INSERT INTO public.t SELECT n, 'a' FROM generate_series(1, 40) n")
     pipeline.provision()
@@ -164,7 +165,7 @@ def test_a_truncate_is_told_to_consumers_of_every_partition(pipeline: KafkaPipel
 
 
 def test_a_truncate_is_not_told_by_default_and_known_all_the_same(pipeline: KafkaPipeline) -> None:
-    """As Debezium has it, whose consumers stop at one."""
+    """This is Debezium's behavior, because its consumers stop at such a message."""
     pipeline.source("CREATE TABLE public.t (id int PRIMARY KEY)", "INSERT INTO t SELECT generate_series(1, 30)")
     pipeline.provision()
     pipeline.copy()
@@ -215,14 +216,14 @@ def test_tables_are_read_again_while_the_pipeline_goes_on(pipeline: KafkaPipelin
 
 
 def test_a_request_to_read_again_that_exceeds_a_limit_is_given_up(pipeline: KafkaPipeline) -> None:
-    """The stream would meet it again at each start."""
+    """Otherwise the stream would meet it again at each start."""
     noise = Random(1).randbytes(100_000).hex()
     pipeline.source("CREATE TABLE public.t (id int PRIMARY KEY, a text)", f"INSERT INTO t VALUES (1, '{noise}')")
     pipeline.provision()
     pipeline.copy()
     pipeline.apply()
     pipeline.change(sink={"properties": {"message.max.bytes": "100000"}})
-    request = requested_reads.request(pipeline.pipeline, ["public.t"], None)
+    request = reread_requests.request(pipeline.pipeline, ["public.t"], None)
     pipeline.source("INSERT INTO public.t VALUES (2, 'b')")
     pipeline.apply()
     told = requests.outcome(State(pipeline.pipeline.state), request)
@@ -282,7 +283,7 @@ def test_a_preflight_finds_topics_of_others_and_policies_that_take_no_truncate(p
     findings = {finding.check: finding for finding in preflight(pipeline.pipeline)}
     assert not findings["topics"].ok
     assert findings["cleanup policy"].ok
-    assert not findings["cleanup policy"].warning  # the topic that is there is not compacted
+    assert not findings["cleanup policy"].warning  # the existing topic is not compacted
     pipeline.cluster.remove(pipeline.topic())
     findings = {finding.check: finding for finding in preflight(pipeline.pipeline)}
     assert findings["topics"].ok

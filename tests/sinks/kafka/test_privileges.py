@@ -1,4 +1,4 @@
-"""A user with the ACLs that docs/sinks/kafka.md lists, and no other: they are enough, and each of them is needed."""
+"""A user with only the ACLs that docs/sinks/kafka.md lists: they are sufficient, and each of them is necessary."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from airflow_cdc_provider.engine.core.errors import MissingPrivilege
 from local_servers.kafka import KafkaServer, Login
 from tests.conftest import Databases
 from tests.support.kafka_pipeline import KafkaPipeline
-from tests.support.kafka_server import SECONDS, make_broker
-from tests.support.kafka_sink import clear
+from tests.support.kafka_server import SECONDS, clear, make_broker
 
 pytestmark = pytest.mark.slow
 
@@ -34,9 +33,9 @@ LITERAL, PREFIXED = ResourcePatternType.LITERAL, ResourcePatternType.PREFIXED
 
 
 class Acl(NamedTuple):
-    """Something that the user may do.
+    """An operation that the user may perform.
 
-    :param name: of the resource, with ``{}`` for the pipeline's.
+    :param name: name of the resource, with ``{}`` for the pipeline's name.
     """
 
     kind: ResourceType
@@ -48,7 +47,7 @@ class Acl(NamedTuple):
         return f"{self.operation.name} {self.kind.name} {self.name}"
 
     def binding(self, pipeline: str) -> AclBinding:
-        """As the brokers are told it."""
+        """Return the ACL in the form for brokers."""
         name = self.name.format(pipeline)
         user = f"User:{USER.user}"
         return AclBinding(self.kind, name, self.pattern, user, "*", self.operation, AclPermissionType.ALLOW)
@@ -71,7 +70,7 @@ Grant = Callable[[Iterable[Acl]], None]
 
 @pytest.fixture(scope="module")
 def server(server_directory: Path) -> Iterator[KafkaServer]:
-    """A broker at which the user has to log in."""
+    """Return a broker at which the user has to log in."""
     with make_broker(server_directory / "kafka-privileges", login=USER) as made:
         yield made
 
@@ -80,7 +79,7 @@ def server(server_directory: Path) -> Iterator[KafkaServer]:
 def pipeline(databases: Databases, tmp_path: Path, server: KafkaServer) -> Iterator[KafkaPipeline]:
     made = KafkaPipeline(tmp_path, databases, ["public.t"], server.brokers)
     login = {"security.protocol": "SASL_PLAINTEXT", "sasl.mechanism": "PLAIN"}
-    # Clients are kept for others that have the same properties, with what they have found out.
+    # Clients with the same properties are reused, including what they have learned.
     login |= {"sasl.username": USER.user, "sasl.password": USER.password, "client.id": made.name}
     made.change(sink={"brokers": server.login_brokers, "properties": login})
     made.source("CREATE TABLE public.t (id int PRIMARY KEY, a text)", "INSERT INTO public.t VALUES (1, 'x'), (2, 'y')")
@@ -90,7 +89,7 @@ def pipeline(databases: Databases, tmp_path: Path, server: KafkaServer) -> Itera
 
 @pytest.fixture
 def grant(server: KafkaServer, pipeline: KafkaPipeline) -> Iterator[Grant]:
-    """Allow the user something, for as long as a test lasts."""
+    """Grant the user an ACL for the duration of a test."""
     client = AdminClient({"bootstrap.servers": server.brokers})
 
     def grant(acls: Iterable[Acl]) -> None:
@@ -104,7 +103,7 @@ def grant(server: KafkaServer, pipeline: KafkaPipeline) -> Iterator[Grant]:
 
 
 def live(pipeline: KafkaPipeline) -> None:
-    """All that becomes of a pipeline."""
+    """Run through the whole life of a pipeline."""
     pipeline.provision()
     pipeline.copy()
     pipeline.source("UPDATE public.t SET a = 'z' WHERE id = 1", "DELETE FROM public.t WHERE id = 2")
@@ -139,7 +138,7 @@ def test_what_is_not_granted_is_named(pipeline: KafkaPipeline, grant: Grant, acl
 
 
 def test_rows_that_may_not_be_staged_are_told_of_again(pipeline: KafkaPipeline, grant: Grant) -> None:
-    """The client has learnt by then that it may not, and refuses messages before it sends them."""
+    """By then the client knows that it may not write, and refuses messages before it sends them."""
     grant(acl for acl in LISTED if acl[1:3] != (STAGING, WRITE))
     pipeline.provision()
     for _ in range(2):

@@ -1,8 +1,9 @@
-"""Whatever a call of Kafka's client raises, with any code and at any step of the sink, is told with what helps."""
+"""Any error of Kafka's client, with any code and at any step of the sink, is reported with a remedy."""
 
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,12 +17,13 @@ from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from airflow_cdc_provider.engine.sinks.kafka import staging_topic, transactions
 from local_servers.kafka import KafkaServer
 from tests.sinks.begun_sink import TARGET, begin
-from tests.support.kafka_sink import KafkaStore, clear
+from tests.support.kafka_server import clear
+from tests.support.kafka_sink import KafkaStore
 from tests.support.refusals import steps
 
 UNKNOWN = 12_345
 ENDING = ("prepare", "restart", "forget", "take_epoch", "drop")
-"""Steps behind which those before have no more to do, so that they come last."""
+"""Steps that leave earlier steps nothing to do, and therefore come last."""
 CODES = sorted({code for code in vars(KafkaError).values() if isinstance(code, int)} - {KafkaError.NO_ERROR})
 CALLS = {
     AdminClient: (cluster,),
@@ -39,17 +41,21 @@ def test_every_code_becomes_an_error_with_a_solution(section: str) -> None:
 
 
 class Trouble:
-    """Lets one call of a client fail when it is told to."""
+    """Lets one call of a client fail on request."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._left: int | None = None
         self.met = ""
+        # Clients that this process has kept from earlier tests would not fail.
+        monkeypatch.setattr(cluster, "_admins", {})
+        monkeypatch.setattr(cluster, "_consumers", defaultdict(list))
+        monkeypatch.setattr(staging_topic, "_producers", {})
         for kind, modules in CALLS.items():
             for module in modules:
                 monkeypatch.setattr(module, kind.__name__, self._failing(kind))
 
     def _failing(self, kind: type) -> type:
-        """A client as it is, but for the call that fails."""
+        """Return a client that behaves as usual, except for the call that fails."""
         trouble = self
 
         def call(name: str) -> Callable[..., Any]:
@@ -101,7 +107,7 @@ def test_no_error_of_the_client_leaves_the_sink(store: KafkaStore, monkeypatch: 
                 refused = e
             finally:
                 trouble.end()
-            # How a transaction has ended that nobody has told of is looked up; one that has not is made again.
+            # If the outcome of a transaction is unknown, it is looked up; a transaction that was aborted is repeated.
             assert refused is not None or trouble.met in ("", "Producer.commit_transaction"), (step, trouble.met)
             assert refused is None or refused.solution, (step, trouble.met)
             if not trouble.met:

@@ -1,4 +1,4 @@
-"""The ``sink`` section for Kafka: where brokers, users and secrets come from, and what topics are called."""
+"""The ``sink`` section for Kafka: the sources of brokers, users and secrets, and the names of topics."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_properties_that_the_client_of_the_registry_does_not_know_are_told() -> 
     ("code", "kind", "said"),
     [
         (KafkaError.NOT_ENOUGH_REPLICAS, ConnectionFailed, "min.insync.replicas"),
-        (KafkaError._AUTO_OFFSET_RESET, StreamFailed, "removed messages"),
+        (KafkaError._AUTO_OFFSET_RESET, StreamFailed, "unread messages"),
         (KafkaError.TOPIC_AUTHORIZATION_FAILED, MissingPrivilege, "Privileges"),
         (KafkaError.POLICY_VIOLATION, ConfigError, "sink.topic_config"),
         (KafkaError._TRANSPORT, ConnectionFailed, "brokers run"),

@@ -1,4 +1,4 @@
-"""The Kafka sink by itself, on a real broker: what it promises like every sink, and what consumers see of it."""
+"""The Kafka sink alone, on a real broker: the contract of all sinks, and the view of consumers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ from local_servers.kafka import KafkaServer
 from tests.sinks.begun_sink import IDENTITY, NEW, TABLE, TARGET, WATERMARK, WHOLE, begin, change
 from tests.sinks.contract import ProtocolContract
 from tests.sinks.contract_rows import ChangelogContract, LakeContract
-from tests.support.kafka_sink import KafkaStore, clear, send, settings
+from tests.support.given_rows import GivenRows
+from tests.support.kafka_server import clear
+from tests.support.kafka_sink import KafkaStore, send, settings
 
 
 @pytest.fixture
@@ -39,13 +41,13 @@ def store(kafka: KafkaServer) -> Iterator[KafkaStore]:
 
 
 class TestProtocol(ProtocolContract):
-    """See :class:`ProtocolContract`."""
+    """The contract of the protocol on Kafka."""
 
     mode = "changelog"
 
 
 class TestChangelog(ChangelogContract, LakeContract):
-    """See :class:`ChangelogContract` and :class:`LakeContract`."""
+    """The contracts of changelogs and lakes on Kafka."""
 
 
 def test_a_topic_that_was_made_anew_is_refused_until_its_table_is_read_again(store: KafkaStore) -> None:
@@ -55,10 +57,10 @@ def test_a_topic_that_was_made_anew_is_refused_until_its_table_is_read_again(sto
     store.remove(TARGET)
     store.cluster.create([store.topic(TARGET)], 3, -1, {})
     assert begun.sink.missing([TARGET]) == (TARGET,)
-    with pytest.raises(StreamFailed, match="made anew") as told:
+    with pytest.raises(StreamFailed, match="has been recreated") as told:
         begun.unit(200, 300, begun.put("2", "b", "2.00"))
     assert "resnapshot --table" in told.value.solution
-    with pytest.raises(StreamFailed, match="made anew"):
+    with pytest.raises(StreamFailed, match="has been recreated"):
         begun.reread(["5"], NEW)
     begun.reread(None, NEW)
     assert begun.sink.missing([TARGET]) == ()
@@ -70,7 +72,7 @@ def test_a_topic_that_goes_before_a_unit_is_committed_is_not_made_by_the_way(sto
     begun = begin(store, "changelog")
     piece = begun.piece(begun.put("1", "a", "1.00"))
     store.remove(TARGET)
-    begun.sink.end_sessions()  # a producer that knows the topic would look for it until the transaction times out
+    begun.sink.end_sessions()  # otherwise a producer would look for the topic until its timeout
     with pytest.raises(CdcError):
         begun.sink.commit(begun.epoch, 100, 200, [piece])
     assert store.cluster.topic(store.topic(TARGET)) is None
@@ -130,7 +132,7 @@ def test_a_record_without_its_source_is_not_whole(store: KafkaStore) -> None:
     begun = begin(store, "changelog")
     for name in IDENTITY:
         send(store.cluster, "airflow_cdc.p", json.dumps(["source", name], separators=(",", ":")), None)
-    with pytest.raises(GateClosed, match="not whole"):
+    with pytest.raises(GateClosed, match="is incomplete"):
         begun.sink.record()
 
 
@@ -148,12 +150,12 @@ def test_a_table_that_joins_by_being_read_again_gets_no_topic_of_another(store: 
     begun = begin(store, "changelog")
     table = replace(TABLE, oid=9, name="Ord/ers")
     with pytest.raises(ConfigError, match=r"would share the topic copy\.Ord_ers"):
-        begun.sink.replace(begun.epoch, Target(table, "copy", "Ord/ers"), None, iter([]), lambda: WATERMARK, None)
+        begun.sink.replace(begun.epoch, Target(table, "copy", "Ord/ers"), None, GivenRows([], lambda: WATERMARK), None)
     assert begun.record.targets == (TARGET,)
 
 
 def test_a_request_of_very_many_keys_is_recorded_in_parts(store: KafkaStore) -> None:
-    """A message of the record has at most as much as brokers take."""
+    """A message of the record is at most as large as brokers accept."""
     begun = begin(store, "changelog")
     begun.copy(WHOLE, NEW)
     keys = [f"{n:040}" for n in range(40_000)]
@@ -172,7 +174,7 @@ def test_rows_that_the_client_does_not_take_are_said_to_be_too_large(store: Kafk
     begun = begin(store, "changelog")
     begun.copy(WHOLE, NEW)
     noise = Random(1).randbytes(100_000).hex()
-    with pytest.raises(LimitExceeded, match=r"staged in topic airflow_cdc\.p\.staging") as told:
+    with pytest.raises(LimitExceeded, match=r"stage rows in topic airflow_cdc\.p\.staging") as told:
         begun.unit(100, 200, begun.put("1", noise, "1.00"))
     assert "message.max.bytes" in told.value.solution
     assert begun.unit(100, 200, begun.put("2", "small", "1.00"))
@@ -194,4 +196,4 @@ def test_columns_that_avro_takes_for_one_are_refused(store: KafkaStore) -> None:
     with pytest.raises(CannotFollow, match="'no te' and 'no_te'"):
         sink.redefine(epoch, TARGET, clashing)
     with pytest.raises(ConfigError, match="'no te' and 'no_te'"):
-        sink.replace(epoch, clashing, None, iter([]), lambda: WATERMARK, TARGET)
+        sink.replace(epoch, clashing, None, GivenRows([], lambda: WATERMARK), TARGET)

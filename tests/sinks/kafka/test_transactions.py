@@ -1,4 +1,4 @@
-"""Transactions on a real broker: what is fenced, what times out, what a broker's end does, and what is too large."""
+"""Transactions on a real broker: fences, timeouts, a broker's end, and messages that are too large."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from airflow_cdc_provider.engine.sinks.kafka.sink import KafkaSink
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Contents
 from local_servers.kafka import KafkaServer, Login
 from tests.sinks.begun_sink import IDENTITY, TARGET, WHOLE, Begun, begin
-from tests.support.kafka_server import make_broker
-from tests.support.kafka_sink import KafkaStore, clear, consumed
+from tests.support.kafka_server import clear, make_broker
+from tests.support.kafka_sink import KafkaStore, consumed
 
 STREAM = f"{PREFIX}p.stream"
 TIMEOUTS = r"sink\.transaction_timeout .* transaction\.max\.timeout\.ms"
@@ -39,7 +39,7 @@ TIMEOUTS = r"sink\.transaction_timeout .* transaction\.max\.timeout\.ms"
 
 @pytest.fixture
 def store(kafka: KafkaServer) -> Iterator[KafkaStore]:
-    """Topics have one partition, so that what stands open in it holds up all."""
+    """Return a store whose topics have one partition, so that an open transaction blocks all of it."""
     made = KafkaStore(kafka.brokers, partitions=1)
     yield made
     clear(made.cluster)
@@ -51,7 +51,7 @@ def begun(store: KafkaStore) -> Begun:
 
 
 def stream(begun: Begun, **settings: Any) -> Begun:
-    """The part that streams."""
+    """Return the part that streams."""
     assert isinstance(begun.sink, KafkaSink)
     return replace(begun, sink=replace(begun.sink, part="stream", settings=replace(begun.sink.settings, **settings)))
 
@@ -63,7 +63,7 @@ def keys(begun: Begun, committed: bool = True) -> list[int]:
 
 
 def zombie(store: KafkaStore, transactional_id: str) -> Producer:
-    """Somebody who has a ``transactional.id`` and an open transaction with a message."""
+    """Open a transaction with a message under a foreign ``transactional.id``."""
     producer = Producer(store.cluster.conf(transactional_id=transactional_id))
     producer.init_transactions(30)
     producer.begin_transaction()
@@ -86,14 +86,14 @@ def test_what_a_zombie_has_open_is_aborted_when_the_epoch_is_taken(begun: Begun,
 
 
 def _all_is_settled(store: KafkaStore) -> bool:
-    """Whether no transaction is open in the target's topic."""
+    """Return whether no transaction is open in the target's topic."""
     topic = store.cluster.topic(store.topic(TARGET))
     assert topic is not None
     return store.cluster.committed_ends([topic]) == {topic.name: store.cluster.ends(topic.name, [0])}
 
 
 def test_parts_of_a_run_commit_beside_each_other(begun: Begun, store: KafkaStore) -> None:
-    """Each under its own ``transactional.id``: neither waits for, nor ends, what the other has open."""
+    """Each has its own ``transactional.id``: neither waits for the other's open transaction, nor ends it."""
     parts = [stream(begun), replace(begun, sink=KafkaSink(store.settings, "p", "snapshot-0"))]
     assert parts[0].unit(100, 200, begun.put("1", "a", "1.00"))
     standing = zombie(store, STREAM)
@@ -121,12 +121,12 @@ def test_a_commit_is_taken_up_again_when_somebody_has_taken_the_id(begun: Begun,
 def test_what_was_decided_before_somebody_else_committed_is_not_committed(
     begun: Begun, store: KafkaStore, monkeypatch: pytest.MonkeyPatch, overtakes: bool
 ) -> None:
-    """The ``transactional.id`` is had before the record is read, so who commits after that has taken it away."""
+    """The id is acquired before the record is read, so a process that commits afterwards has taken it over."""
     part = stream(begun)
     part.sink._join(part.epoch)  # type: ignore[attr-defined]
     piece = part.piece(begun.put("1", "a", "1.00"))
-    part.sink.end_sessions()  # so that it has to take the id anew
-    other = stream(begun, transaction_timeout=299.0)  # by which its clients are its own
+    part.sink.end_sessions()  # so that it has to acquire the id again
+    other = stream(begun, transaction_timeout=299.0)  # this name gives it its own clients
     contents, read = Journal.contents, []
 
     def slow_once(self: Journal, patience: float | None = None) -> Contents | None:
@@ -145,7 +145,7 @@ def test_what_was_decided_before_somebody_else_committed_is_not_committed(
 
 
 class Unheard(Producer):
-    """One whose transactions are committed, or are not, and that is not told so."""
+    """A producer whose transactions are committed or not, and which does not learn the outcome."""
 
     commits, times = True, 1
 
@@ -160,7 +160,7 @@ class Unheard(Producer):
 
 @pytest.fixture
 def unheard(begun: Begun, monkeypatch: pytest.MonkeyPatch) -> Begun:
-    """A part whose next transaction is committed, which it is not told."""
+    """Return a part whose next transaction is committed without an answer."""
     monkeypatch.setattr(transactions, "Producer", Unheard)
     monkeypatch.setattr(Unheard, "commits", True)
     monkeypatch.setattr(Unheard, "times", 1)
@@ -168,7 +168,7 @@ def unheard(begun: Begun, monkeypatch: pytest.MonkeyPatch) -> Begun:
 
 
 def joined(part: Begun, monkeypatch: pytest.MonkeyPatch) -> Begun:
-    """The part when it has written before."""
+    """Return the part after it has written once."""
     with monkeypatch.context() as patch:
         patch.setattr(Unheard, "times", 0)
         part.sink._join(part.epoch)  # type: ignore[attr-defined]
@@ -205,7 +205,7 @@ def test_a_re_read_that_was_committed_unheard_is_not_committed_again(
     assert joined(unheard, monkeypatch).reread(None, ("5", "read", "7.00")) == 1
     assert Unheard.times == 0
     assert [event.row[0] for event in unheard.events()] == (["4", None, "5"] if before else ["5"])
-    assert unheard.reread(None, ("6", "read", "7.00")) == 1  # which is another read, at the same place in the log
+    assert unheard.reread(None, ("6", "read", "7.00")) == 1  # another read at the same place in the log
     assert [row[0] for row in unheard.rows()] == ["6"]
 
 
@@ -223,7 +223,7 @@ def test_brokers_that_never_say_how_a_transaction_ended_are_named(
 def test_a_transaction_that_times_out_leaves_nothing_and_is_written_again(
     begun: Begun, store: KafkaStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The brokers abort it while its writer stands still: consumers go on, and the unit is committed by the second."""
+    """The brokers abort it while its writer is halted: consumers continue, and the second attempt commits the unit."""
     part = stream(begun, transaction_timeout=2.0)
     part.unit(100, 200)
     flush, held = transactions.Writer._flush, []
@@ -241,7 +241,7 @@ def test_a_transaction_that_times_out_leaves_nothing_and_is_written_again(
 
 
 def _stable(store: KafkaStore, topic: str) -> bool:
-    """Whether consumers of what is committed get to the end of a topic: nothing stands open in it."""
+    """Return whether consumers of committed messages reach the end of a topic, because no transaction is open in it."""
     key = uuid.uuid4().bytes
     marker = Producer(store.cluster.conf())
     marker.produce(topic, b'{"id":0}', key, 0)
@@ -301,11 +301,11 @@ def test_a_broker_that_comes_back_finds_all_as_it_was(begun: Begun, kafka: Kafka
 
 def test_a_record_that_has_lost_messages_is_refused(begun: Begun, store: KafkaStore) -> None:
     journal = begun.sink.journal  # type: ignore[attr-defined]
-    begun.sink.note_source(begun.epoch, {"timeline": 3})
+    begun.sink.record_source(begun.epoch, {"timeline": 3})
     producer = Producer(store.cluster.conf())
     producer.produce(journal.topic, None, json.dumps(["head", "applied"], separators=(",", ":")).encode(), 0)
     producer.flush(30)
-    with pytest.raises(GateClosed, match="not whole"):
+    with pytest.raises(GateClosed, match="is incomplete"):
         begun.sink.record()
 
 
@@ -339,6 +339,7 @@ def test_a_timeout_that_the_brokers_do_not_take_any_more_is_named(begun: Begun) 
     assert (begun.record, keys(begun)) == (record, [])
 
 
+@pytest.mark.lengthy
 def test_who_may_not_is_told_so_and_a_password_is_not_shown(server_directory: Path) -> None:
     login = Login("cdc", "pass-word")
     with make_broker(server_directory / "kafka-acl", login=login) as server:

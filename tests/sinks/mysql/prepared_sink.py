@@ -1,4 +1,4 @@
-"""A MySQL sink that has begun, and what its tests ask of the server."""
+"""A started MySQL sink, and the queries of its tests on the server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.sinks.begun_sink import (
 
 
 def prepared(server: MariadbServer, mode: str = "mirror") -> tuple[MysqlSink, int]:
-    """A sink at applied LSN 100 with one planned chunk, and the epoch of its first run."""
+    """Return a sink at applied LSN 100 with one planned chunk, and the epoch of its first run."""
     sink = MysqlSink(server.dsn, "p", mode)  # type: ignore[arg-type]
     sink.prepare([TARGET], [Chunk(LABEL, 0, None, None)], IDENTITY, 100)
     return sink, sink.take_epoch("test")

@@ -1,4 +1,4 @@
-"""What preflight says of a MySQL sink, and how its section of the pipeline file is read."""
+"""Preflight checks of a MySQL sink, and the reading of its section of the pipeline file."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_everything_that_is_amiss_is_named(databases: Databases, mariadb: Mariad
             found["sink privileges"].error.solution  # type: ignore[union-attr]
         )
     )
-    assert "have one name for MySQL" in found["sink tables"].message
+    assert "MySQL treats the names of its columns" in found["sink tables"].message
     assert "has rows that pipeline" in found["target tables"].message
     assert found["sink loading"].warning
 
@@ -150,8 +150,8 @@ def test_what_stands_in_the_way_at_a_target_is_named(
     }
     said = {
         "generated": "column body is generated",
-        "demanding": "column theirs is not the source's, takes no NULL",
-        "viewed": "it is no table but a view",
+        "demanding": "column theirs is not in the source, is NOT NULL",
+        "viewed": "it is not a table but a view",
     }
     for name, (kind, definition) in cases.items():
         suffix = " CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin" if kind == "TABLE" else ""

@@ -21,13 +21,13 @@ TABLE = "CREATE TABLE public.{t} (id int PRIMARY KEY, a int, v varchar(10), w te
 ROWS = (
     "INSERT INTO public.{t} SELECT n, n * 10, 'v' || n, 'w' || n, n + 0.5, ARRAY[n, NULL] FROM generate_series(1, 12) n"
 )
-# Valid under every definition: of the columns beside the key only one is named, which no DDL here touches.
+# Valid under every definition: it names the key and one other column, which no DDL here touches.
 DATA = (
     "UPDATE public.{t} SET w = w || '+' WHERE id::int % 3 = 0",
     "INSERT INTO public.{t} (id, w) SELECT max(id) + 1, 'new' FROM public.{t}",
     "DELETE FROM public.{t} WHERE id = (SELECT min(id) FROM public.{t})",
 )
-# What the columns of the mirror are afterwards, as far as they tell something, and what follows.
+# The interesting columns of the mirror afterwards, and what happens next.
 FOLLOWED = {
     "a column without a default": ("ADD COLUMN b timestamptz", {"b": "datetime(6)"}),
     "a column with a default": ("ADD COLUMN b bytea DEFAULT '\\x00ff'", {"b": "longblob"}),
@@ -48,7 +48,7 @@ READ_AGAIN = {
     "an array that becomes a number": ("ALTER COLUMN f TYPE numeric(8,2) USING f[1]", {"f": "decimal(8,2)"}),
 }
 
-# By a change that the history of a changelog does not allow: the column.
+# For a change that the history of a changelog does not allow: the column.
 UNCONVERTED = {"one in the place of another": "a", "an array that becomes a number": "f"}
 
 CHANGES = FOLLOWED | READ_AGAIN
@@ -56,7 +56,7 @@ NAMES = {change: f"t{number}" for number, change in enumerate(CHANGES)}
 
 
 def on(tables: Iterable[str], *statements: str) -> list[str]:
-    """Statements on each of some tables."""
+    """Return statements for each of some tables."""
     return [statement.replace("{t}", table) for table in tables for statement in statements]
 
 
@@ -82,14 +82,14 @@ def columns_of(pipeline: MysqlPipeline, table: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("mode", ["mirror", "changelog"])
 def test_what_becomes_of_changes(databases: Databases, mariadb: MariadbServer, tmp_path: Path, mode: str) -> None:
-    """Each of a table of its own, all in one batch of the log."""
+    """Each change has its own table, and all are in one batch of the log."""
     pipeline = pipeline_of(databases, mariadb, tmp_path, mode, list(NAMES.values()))
     for change, table in NAMES.items():
         pipeline.source(*on([table], DATA[0], f"ALTER TABLE public.{{t}} {CHANGES[change][0]}", *DATA))
     if mode == "changelog":
-        # Nothing makes the old values of the history new ones; the column has to be set aside.
+        # The old values of the history cannot be converted; the column has to be set aside.
         for change, column in UNCONVERTED.items():
-            with pytest.raises(CannotFollow, match=rf"old values of {column} do not become .* without loss"):
+            with pytest.raises(CannotFollow, match=rf"old values of {column} cannot become .* without loss"):
                 pipeline.apply()
             pipeline.target(f'ALTER TABLE "copy".{NAMES[change]} RENAME COLUMN {column} TO {column}_before')
     pipeline.apply()
@@ -121,7 +121,7 @@ def test_what_would_be_lost_with_a_table_is_named(databases: Databases, mariadb:
     pipeline = pipeline_of(databases, mariadb, tmp_path)
     pipeline.target('CREATE TRIGGER "copy".mine BEFORE INSERT ON "copy".t FOR EACH ROW SET NEW.w = NEW.w')
     pipeline.source("ALTER TABLE public.t ALTER COLUMN a TYPE text")
-    with pytest.raises(CannotFollow, match=r"triggers or foreign keys, which would be lost: mine"):
+    with pytest.raises(CannotFollow, match=r"triggers or foreign keys would be lost: mine"):
         pipeline.apply()
     pipeline.target('DROP TRIGGER "copy".mine')
     pipeline.apply()

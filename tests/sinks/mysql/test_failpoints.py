@@ -1,8 +1,8 @@
-"""A walk over the steps of the MySQL sink: at each a run dies, or is overtaken while it stands still; then it goes on.
+"""A tour of the steps of the MySQL sink: at each a run dies, or is overtaken while halted; then another continues.
 
-As in :mod:`tests.protocol.test_failpoints`, where the steps that do not depend on the sink are walked, too. What is
-different here is DDL, which commits by itself: each step of an alteration or an exchange of tables is a place of its
-own.
+:mod:`tests.protocol.test_failpoints` works in the same way, and also covers the steps that do not depend on the sink.
+    The difference here is DDL, which commits automatically: each step of an alteration or an exchange of tables is a
+    separate place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from airflow_cdc_provider.engine.sinks import mysql, transactional
 from local_servers.mariadb import MariadbServer
 from tests.conftest import Databases
-from tests.support.audited import AUDITED, assert_exactly_once, writing
+from tests.support.audited import AUDITED, LONG_PAUSE, assert_exactly_once, writing
 from tests.support.mysql import MysqlPipeline
 from tests.support.sparkless import DONE, FAILED, SparklessRun
 
@@ -29,14 +29,14 @@ EVERY = {
     for path in Path(folder.__path__[0]).glob("*.py")
     for name in re.findall(r'\bfailpoint\("([^"]+)"\)', path.read_text(encoding="utf-8"))
 }
-# Nothing is done between a step and the place before or after it that is left out; the others have no other side.
+# Omitted places have nothing between them and a neighboring one, or have no counterpart.
 LEFT_OUT = {
     *("after-restart", "before-epoch", "after-epoch", "after-plan", "before-redefinition", "after-redefinition"),
     *("before-chunk-staged", "after-chunk-staged", "before-chunk-prepared", "before-batch-commit"),
     *("after-batch-staged", "after-piece-applied", "after-batch-commit", "after-reread-commit"),
 }
 PLACES = sorted(EVERY - LEFT_OUT)
-# An exchange makes room for a definition that only a new read can fill; an alteration follows one in a mirror.
+# An exchange makes room for a definition that only a new read can fill; in a mirror, an alteration follows one.
 ALTERED = ("before-alteration", "after-alteration", "before-default-dropped")
 EXCHANGED = ("after-aside", "before-exchange", "after-exchange")
 FOLLOWED = "ALTER TABLE public.t ADD COLUMN more int DEFAULT 7"
@@ -48,7 +48,7 @@ READ_AGAIN = (
 
 @pytest.fixture
 def pipelines(databases: Databases, mariadb: MariadbServer, tmp_path: Path) -> Iterator[list[MysqlPipeline]]:
-    """A mirror and a changelog of ``public.t``, in three chunks; in the end no run of theirs is left."""
+    """Yield a mirror and a changelog of ``public.t``, in three chunks; in the end none of their runs is left."""
     made = []
     for mode in ("mirror", "changelog"):
         directory = tmp_path / mode
@@ -72,7 +72,7 @@ def pipelines(databases: Databases, mariadb: MariadbServer, tmp_path: Path) -> I
 
 
 def prepare(pipelines: list[MysqlPipeline], place: str) -> None:
-    """For the places at which DDL is followed: a table that is copied and streamed, and has been changed since."""
+    """Prepare failpoints at which DDL is followed: a table that is copied and streamed, and has since been changed."""
     if place not in (*ALTERED, *EXCHANGED):
         return
     for pipeline in pipelines:
@@ -85,17 +85,17 @@ def prepare(pipelines: list[MysqlPipeline], place: str) -> None:
 
 
 def rereads(place: str) -> dict[str, tuple[str, ...]]:
-    """What a run is given to get to places that are on the way only when a table is to be read again."""
+    """Return the arguments that make a run reach failpoints on paths that only a re-read takes."""
     return {"reread": ("public.t",)} if "reread" in place else {}
 
 
 def chosen(pipelines: list[MysqlPipeline], place: str) -> list[MysqlPipeline]:
-    """Those for which the place is on the way, and the audit trail knows what is to come of it."""
+    """Return the pipelines that pass the place, and whose outcome the audit trail can predict."""
     return pipelines[:1] if rereads(place) or place in EXCHANGED else pipelines
 
 
 def check(pipelines: list[MysqlPipeline]) -> None:
-    """Bring all up to date; the mirror is the source, the changelog has everything once."""
+    """Bring all up to date; check that the mirror equals the source and that the changelog has everything once."""
     for pipeline in pipelines:
         pipeline.apply()
         if pipeline.pipeline.sink.mode == "mirror":
@@ -118,10 +118,10 @@ def test_every_place_is_walked_or_left_out_by_name() -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_a_run_that_is_killed_there(pipelines: list[MysqlPipeline], place: str) -> None:
     walked = chosen(pipelines, place)
-    # Of chunks the second, so that there is one that must stay as it is.
+    # Fail at the second chunk, so that one exists that must stay as it is.
     armed = f"{place}:kill:2" if "-chunk-" in place else f"{place}:kill"
     prepare(walked, place)
-    with writing(pipelines[0].databases.source):
+    with writing(pipelines[0].databases.source, LONG_PAUSE):
         broken = [SparklessRun(pipeline.file, armed, **rereads(place)) for pipeline in walked]
         ended = [(run.wait(), run.message) for run in broken]
         assert all(code == -9 for code, _ in ended), ended
@@ -132,10 +132,10 @@ def test_a_run_that_is_killed_there(pipelines: list[MysqlPipeline], place: str) 
 
 @pytest.mark.parametrize("place", ["before-plan", "before-chunk-commit", "in-batch-commit", *ALTERED, *EXCHANGED])
 def test_a_run_that_is_overtaken_there(pipelines: list[MysqlPipeline], place: str) -> None:
-    """What it does when it wakes up must do no harm: it is fenced, or has nothing left to do."""
+    """What it does after waking up must do no harm: it is fenced, or has nothing left to do."""
     pipeline = pipelines[0 if rereads(place) or place in EXCHANGED else 1]
     prepare([pipeline], place)
-    with writing(pipeline.databases.source):
+    with writing(pipeline.databases.source, LONG_PAUSE):
         paused = SparklessRun(pipeline.file, f"{place}:pause:1", **rereads(place))
         try:
             paused.await_pause()

@@ -1,4 +1,4 @@
-"""Sessions and epochs of the MySQL sink: who may commit, whose sessions are ended, and records that lack tables."""
+"""Sessions and epochs of the MySQL sink: who may commit, which sessions are ended, and records that lack tables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.sinks.mysql.prepared_sink import alive, prepared, query
 def test_a_commit_in_flight_finishes_before_the_epoch_is_taken(
     mariadb: MariadbServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The epoch row is locked by the commit, so taking over waits; a plain SELECT would let both through."""
+    """The commit locks the epoch row, so a takeover waits; with a plain SELECT both would pass."""
     sink, epoch = prepared(mariadb)
     monkeypatch.setattr(mysql_session, "COMMIT_SECONDS", 0.2)
     with closing(mariadb.connect()) as commit, commit.cursor() as cursor:
@@ -40,7 +40,7 @@ def test_a_commit_in_flight_finishes_before_the_epoch_is_taken(
 def test_a_session_that_never_commits_is_ended_when_the_epoch_is_taken(
     mariadb: MariadbServer, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
-    """A paused process or a lost host would hold the epoch's row, or the lock of a change of tables, for hours."""
+    """A halted process or a lost host would hold the epoch's row, or the lock of a change of tables, for hours."""
     sink, epoch = prepared(mariadb)
     monkeypatch.setattr(mysql_session, "COMMIT_SECONDS", 0.2)
     for hold in ("_fenced", "_alone"):
@@ -59,7 +59,7 @@ def test_only_the_part_s_own_sessions_are_ended(mariadb: MariadbServer) -> None:
     parts = [replace(sink, part=part) for part in ("snapshot-1", "snapshot-2", "stream", "")]
     others = [replace(sink, pipeline="q"), replace(sink, pipeline="pp", part="stream")]
     with ExitStack() as stack:
-        stack.enter_context(suppress(CdcError))  # what becomes of sessions that have been ended
+        stack.enter_context(suppress(CdcError))  # the errors of sessions that have been ended
         sessions = []
         for each in (*parts, *others):
             stack.enter_context(suppress(CdcError))
@@ -83,16 +83,16 @@ def test_sessions_of_others_that_cannot_be_seen_are_not_forgotten(mariadb: Maria
 def test_an_epoch_of_a_record_that_is_gone_is_refused(mariadb: MariadbServer) -> None:
     sink, _ = prepared(mariadb)
     sink.drop()
-    with pytest.raises(GateClosed, match="no commit record of pipeline p any more"):
+    with pytest.raises(GateClosed, match="no commit record of pipeline p anymore"):
         sink.take_epoch("late")
     query(mariadb, "DROP DATABASE airflow_cdc")
-    with pytest.raises(GateClosed, match="no commit record of pipeline p any more"):
+    with pytest.raises(GateClosed, match="no commit record of pipeline p anymore"):
         sink.take_epoch("late")
 
 
 @pytest.mark.parametrize("created", range(len(record._RECORD_TABLES)))
 def test_a_record_whose_tables_are_being_created_is_none_yet(mariadb: MariadbServer, created: int) -> None:
-    """By another pipeline right now, or by one that died at it: each statement of DDL commits by itself."""
+    """Another pipeline is creating it now, or died while doing so: each statement of DDL commits automatically."""
     query(mariadb, "CREATE DATABASE airflow_cdc")
     for name, body in list(record._RECORD_TABLES.items())[:created]:
         query(mariadb, f"CREATE TABLE airflow_cdc.{name} ({body})")
@@ -103,11 +103,11 @@ def test_a_record_whose_tables_are_being_created_is_none_yet(mariadb: MariadbSer
 
 @pytest.mark.parametrize("lost", record._RECORD_NAMES)
 def test_a_record_that_has_lost_a_table_is_refused(mariadb: MariadbServer, lost: str) -> None:
-    """Also to pipelines that have none yet: the first would make the table anew."""
+    """This also applies to pipelines without a record: the first one would create the table again."""
     sink, _ = prepared(mariadb)
     query(mariadb, f"DROP TABLE airflow_cdc.{lost}")
     for each in (sink, replace(sink, pipeline="another")):
-        with pytest.raises(GateClosed, match=f"not whole: it lacks {lost}$"):
+        with pytest.raises(GateClosed, match=f"is incomplete: it lacks {lost}$"):
             each.record()
 
 

@@ -1,4 +1,4 @@
-"""A pipeline into MariaDB from end to end: what is copied, followed, verified and read again."""
+"""A pipeline into MariaDB from end to end: copies, changes, comparisons and re-reads."""
 
 from __future__ import annotations
 

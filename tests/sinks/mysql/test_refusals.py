@@ -1,4 +1,4 @@
-"""Whatever a MySQL server refuses, with any number and SQLSTATE and at any step, is an error that says what helps."""
+"""Any error of a MySQL server, with any number and SQLSTATE and at any step, is reported with a remedy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.mysql_store import MysqlStore
 
 pytestmark = pytest.mark.slow
 
-# Numbers with a meaning of their own, unknown ones, and states that drivers know no class of.
+# Numbers with a special meaning, unknown numbers, and states of classes that drivers do not know.
 STATES = (("45000", 1644), ("22007", 1292), ("40001", 1213), ("42000", 1142), ("HY000", 20_001), ("ZZ123", 30_000))
 UNKNOWN = (20_001, 30_000)
 TABLES = ("copy.`Ord ers`", *(f"airflow_cdc.{name}" for name in ("pipelines", "tables", "chunks")))
@@ -33,7 +33,7 @@ def refuse_with(store: MysqlStore, state: str, number: int) -> None:
 
 
 def attempts(begun: Begun) -> dict[str, Callable[[], object]]:
-    """What a pipeline does to its sink."""
+    """Return the calls that a pipeline makes on its sink."""
     sink, epoch = begun.sink, begun.epoch
     piece = begun.piece(begun.put("6", "f", "6.00"))
     return {
@@ -41,7 +41,7 @@ def attempts(begun: Begun) -> dict[str, Callable[[], object]]:
         "write_chunk": lambda: begun.copy(WHOLE, NEW),
         "commit": lambda: sink.commit(epoch, 100, 200, [piece]),
         "replace": lambda: begun.reread(None, NEW),
-        "note_source": lambda: sink.note_source(epoch, {"timeline": 2}),
+        "record_source": lambda: sink.record_source(epoch, {"timeline": 2}),
         "restart": lambda: sink.restart(epoch, [replace(TARGET, table=TABLE)], begun.record.identity, 500),
         "forget": lambda: sink.forget(epoch, [LABEL]),
         "drop": sink.drop,

@@ -1,4 +1,4 @@
-"""The MySQL sink, on a real server: the contract of all sinks, its sessions and tables, and what a crash leaves."""
+"""The MySQL sink, on a real server: the contract of all sinks, its sessions and tables, and the remains of crashes."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ from tests.sinks.begun_sink import (
 from tests.sinks.contract import ProtocolContract
 from tests.sinks.contract_rows import ChangelogContract, MirrorContract
 from tests.sinks.mysql.prepared_sink import prepared, query, rows, stage
+from tests.support.given_rows import GivenRows
 from tests.support.mysql_store import MysqlStore
 
 
@@ -53,15 +54,15 @@ def store(mariadb: MariadbServer) -> MysqlStore:
 
 
 class TestProtocol(ProtocolContract):
-    """See :class:`ProtocolContract`."""
+    """The contract of the protocol on MySQL."""
 
 
 class TestMirror(MirrorContract):
-    """See :class:`MirrorContract`."""
+    """The contract of mirrors on MySQL."""
 
 
 class TestChangelog(ChangelogContract):
-    """See :class:`ChangelogContract`."""
+    """The contract of changelogs on MySQL."""
 
 
 def test_a_crash_of_the_server_loses_nothing_that_was_staged_or_committed(server_directory: Path) -> None:
@@ -76,7 +77,7 @@ def test_a_crash_of_the_server_loses_nothing_that_was_staged_or_committed(server
 
 
 def test_nothing_in_a_unit_commits_before_its_end(mariadb: MariadbServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRUNCATE, and all DDL, would commit what is there so far; a unit that breaks off leaves everything as it was."""
+    """TRUNCATE and all DDL would commit the changes so far; a unit that breaks off leaves everything as it was."""
     sink, epoch = prepared(mariadb)
     sink.commit(epoch, 100, 200, [stage(sink, epoch, [upsert("1", "a", "1"), upsert("2", "b", "2")])])
     emptied = Effect(LABEL, True, upsert("9", "new", "9").rows)
@@ -100,15 +101,15 @@ def test_a_chunk_that_replaces_what_is_there_breaks_off_as_if_it_had_never_begun
     chunk = Chunk(LABEL, 0, None, None)
     monkeypatch.setenv(VARIABLE, "before-chunk-commit:error")
     with pytest.raises(Failpoint):
-        sink.write_chunk(epoch, TARGET, chunk, ORIGIN, iter([batch]), lambda: WATERMARK)
+        sink.write_chunk(epoch, TARGET, chunk, ORIGIN, GivenRows([batch], lambda: WATERMARK))
     assert rows(mariadb) == [(1, "a", "1.00")]
     monkeypatch.delenv(VARIABLE)
-    assert sink.write_chunk(epoch, TARGET, chunk, ORIGIN, iter([batch]), lambda: WATERMARK) == 1
+    assert sink.write_chunk(epoch, TARGET, chunk, ORIGIN, GivenRows([batch], lambda: WATERMARK)) == 1
     assert rows(mariadb) == [(5, "read", "7.00")]
 
 
 def test_a_unique_index_of_the_user_s_refuses_and_merges_nothing(mariadb: MariadbServer) -> None:
-    """ON DUPLICATE KEY UPDATE would write over the row that has the value."""
+    """ON DUPLICATE KEY UPDATE would overwrite the row that has the value."""
     sink, epoch = prepared(mariadb)
     sink.commit(epoch, 100, 200, [stage(sink, epoch, [upsert("1", "a", "1"), upsert("2", "b", "2")])])
     query(mariadb, "ALTER TABLE `copy`.`Ord ers` ADD UNIQUE (amount)")
@@ -130,21 +131,21 @@ def test_rows_are_inserted_where_files_cannot_be_loaded(mariadb: MariadbServer) 
 
 
 def test_a_value_that_the_target_cannot_hold_is_refused_and_not_changed(mariadb: MariadbServer) -> None:
-    """LOAD DATA LOCAL would cut it, and only warn."""
+    """LOAD DATA LOCAL would truncate it with only a warning."""
     sink, epoch = prepared(mariadb)
     with pytest.raises(LimitExceeded, match=r"'amount' of public.Ord ers has the value 'NaN'"):
         stage(sink, epoch, [upsert("1", "a", "NaN")])
     query(mariadb, "ALTER TABLE `copy`.`Ord ers` MODIFY note VARCHAR(3)")
     batch = pa.RecordBatch.from_arrays([text("5"), text("long"), text("7")], names=["id", "note", "amount"])
     with pytest.raises(ValueRefused, match="note"):
-        sink.write_chunk(epoch, TARGET, Chunk(LABEL, 0, None, None), ORIGIN, iter([batch]), lambda: WATERMARK)
+        sink.write_chunk(epoch, TARGET, Chunk(LABEL, 0, None, None), ORIGIN, GivenRows([batch], lambda: WATERMARK))
     with pytest.raises(ValueRefused, match="note"):
         sink.commit(epoch, 100, 200, [stage(sink, epoch, [upsert("1", "long", "1")], index=1)])
     assert rows(mariadb) == []
 
 
 def test_what_a_session_means_does_not_depend_on_the_server_s_settings(mariadb: MariadbServer) -> None:
-    """With these a value was cut without a warning, and whole statements were refused or broken off."""
+    """With these settings, values would be truncated without a warning, and whole statements refused or canceled."""
     theirs = (
         {"max_execution_time": 1}
         if MYSQL
@@ -169,8 +170,8 @@ def test_what_a_session_means_does_not_depend_on_the_server_s_settings(mariadb: 
                 (0, 1, 28800, 3600, 3600, 0, *[0] * len(theirs))
             ]
         batch = pa.RecordBatch.from_arrays([text("5"), text("long"), text("7")], names=["id", "note", "amount"])
-        with pytest.raises(ValueRefused, match="1 values changed"):
-            sink.write_chunk(epoch, TARGET, Chunk(LABEL, 0, None, None), ORIGIN, iter([batch]), lambda: WATERMARK)
+        with pytest.raises(ValueRefused, match="1 values were changed"):
+            sink.write_chunk(epoch, TARGET, Chunk(LABEL, 0, None, None), ORIGIN, GivenRows([batch], lambda: WATERMARK))
     finally:
         restored = ", ".join(f"GLOBAL {name} = {value}" for name, value in zip(harsh, before, strict=True))
         query(mariadb, f"SET {restored}")
@@ -193,7 +194,7 @@ def test_rows_come_back_as_postgres_writes_them(mariadb: MariadbServer) -> None:
 def test_keys_of_many_digits_are_not_taken_for_their_neighbours(
     mariadb: MariadbServer, kind: str, first: int, width: int
 ) -> None:
-    """Compared with texts they would be floating point numbers, and the neighbours' rows deleted with theirs."""
+    """Comparisons with texts would use floating point numbers, and also delete the rows of the neighbors."""
     names = [f"k{n}" for n in range(width)]
     columns = [Column(name, kind, 0, None, True, True, attnum=n) for n, name in enumerate(names, 1)]
     columns.append(Column("note", "text", 25, None, False, True, attnum=width + 1))
@@ -209,9 +210,9 @@ def test_keys_of_many_digits_are_not_taken_for_their_neighbours(
 
     every = [(str(first + n), *["-1"] * (width - 1)) for n in range(500)]
     chunk = Chunk(LABEL, 0, None, None)
-    sink.write_chunk(epoch, target, chunk, ORIGIN, iter([read(every, "chunk")]), lambda: WATERMARK)
+    sink.write_chunk(epoch, target, chunk, ORIGIN, GivenRows([read(every, "chunk")], lambda: WATERMARK))
     half = every[::2]
-    sink.replace(epoch, target, frozenset(half), iter([read(half, "again")]), lambda: WATERMARK, target)
+    sink.replace(epoch, target, frozenset(half), GivenRows([read(half, "again")], lambda: WATERMARK), target)
     found = pa.Table.from_batches(sink.rows(target)).to_pylist()
     assert sorted((row["k0"], row["note"]) for row in found) == [
         (key[0], "chunk" if n % 2 else "again") for n, key in enumerate(every)
@@ -228,13 +229,11 @@ def test_a_table_that_lacks_columns_is_refused(mariadb: MariadbServer) -> None:
 
 
 def test_a_table_with_narrower_types_is_refused_until_it_is_altered(mariadb: MariadbServer) -> None:
-    """With both types and the statement; wider ones pass."""
+    """The error names both types and the statement; wider types pass."""
     query(mariadb, "CREATE DATABASE `copy`")
     query(mariadb, "CREATE TABLE `copy`.`Ord ers` (id int PRIMARY KEY, note varchar(20), amount decimal(20,2))")
     query(mariadb, "ALTER TABLE `copy`.`Ord ers` CONVERT TO CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin")
-    with pytest.raises(
-        ForeignTable, match=r"column id is int, and has to be BIGINT; column note is varchar\(20\)"
-    ) as e:
+    with pytest.raises(ForeignTable, match=r"column id is int, but must be BIGINT; column note is varchar\(20\)") as e:
         prepared(mariadb)
     assert "column amount" not in e.value.message
     statement = e.value.solution[e.value.solution.index("ALTER TABLE") :].rstrip(";")
@@ -262,9 +261,9 @@ def test_names_may_have_any_characters(mariadb: MariadbServer, mode: str) -> Non
     sink.prepare([target], [Chunk(LABEL, 0, None, None)], IDENTITY, 100)
     epoch = sink.take_epoch("test")
     batch = pa.RecordBatch.from_arrays([text("1"), text("a%s"), text("1.00")], names=names)
-    sink.write_chunk(epoch, target, Chunk(LABEL, 0, None, None), ORIGIN, iter([batch]), lambda: WATERMARK)
+    sink.write_chunk(epoch, target, Chunk(LABEL, 0, None, None), ORIGIN, GivenRows([batch], lambda: WATERMARK))
     for keys in None, frozenset({("1",)}):
-        sink.replace(epoch, target, keys, iter([batch]), lambda: WATERMARK, target)
+        sink.replace(epoch, target, keys, GivenRows([batch], lambda: WATERMARK), target)
     found = pa.Table.from_batches(sink.rows(target)).to_pylist()
     kept = {"mirror": "r", "changelog": "rtrdr"}[mode]
     assert [event.get("_op", "r") for event in sorted(found, key=lambda event: int(event.get("_seq", 0)))] == [*kept]
@@ -289,7 +288,7 @@ def test_names_may_have_any_characters(mariadb: MariadbServer, mode: str) -> Non
     ],
 )
 def test_a_table_in_which_texts_would_be_others_is_refused(mariadb: MariadbServer, column: str, said: str) -> None:
-    """Without padding and regard to case, keys of the source would be one."""
+    """With padding or without regard to case, distinct keys of the source would be equal."""
     columns = (replace(TABLE.columns[0], type="text"), TABLE.columns[1])
     target = Target(replace(TABLE, columns=columns), TARGET.schema, TARGET.name)
     query(mariadb, "CREATE DATABASE `copy`")
@@ -331,7 +330,7 @@ def test_a_row_that_is_larger_than_a_page_takes_is_refused_by_name(
     sink = MysqlSink(mariadb.dsn, "p", mode)  # type: ignore[arg-type]
     with pytest.raises(LimitExceeded, match=r"a row of public\.Ord ers is larger") if MYSQL else nullcontext():
         sink.prepare([target], [Chunk(LABEL, 0, None, None)], IDENTITY, 100)
-    if MYSQL:  # there is no such table to begin with
+    if MYSQL:  # there is no such table at first
         return
     epoch = sink.take_epoch("test")
     cells = [text("1"), *[text("v" * 38)] * len(more)]
@@ -340,7 +339,7 @@ def test_a_row_that_is_larger_than_a_page_takes_is_refused_by_name(
     query(mariadb, f"SET GLOBAL local_infile = {local}")
     try:
         with pytest.raises(LimitExceeded, match=r"a row of public\.Ord ers is larger"):
-            sink.write_chunk(epoch, target, Chunk(LABEL, 0, None, None), ORIGIN, iter([batch]), lambda: WATERMARK)
+            sink.write_chunk(epoch, target, Chunk(LABEL, 0, None, None), ORIGIN, GivenRows([batch], lambda: WATERMARK))
         if mode == "mirror":
             with pytest.raises(LimitExceeded, match=r"a row of public\.Ord ers is larger"):
                 stage(sink, epoch, [Effect(LABEL, False, pa.table(columns))])

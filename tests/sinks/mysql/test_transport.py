@@ -1,4 +1,4 @@
-"""Connections to MySQL: TLS that verifies, and a server that asks for files of its clients."""
+"""Connections to MySQL: TLS with verification, and a server that requests files of its clients."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _OK = b"\x00\x00\x00\x02\x00\x00\x00"
 
 
 class RogueServer:
-    """A server that lets everybody in, and asks for a file instead of answering a statement.
+    """A server that accepts every login, and requests a file instead of answering a statement.
 
-    :param asked: the file.
-    :param moment: the statement that is not answered begins so.
+    :param asked: path of the file.
+    :param moment: start of the statement that is not answered.
     """
 
     def __init__(self, asked: str, moment: bytes) -> None:
@@ -74,7 +74,7 @@ class RogueServer:
         connection.sendall(len(body).to_bytes(3, "little") + bytes([number]) + body)
 
     def close(self) -> bytes:
-        """End it; what it has heard."""
+        """Stop the server, and return what it has received."""
         self._socket.close()
         self._thread.join(10)
         return self.heard
@@ -91,7 +91,7 @@ def rogue(asked: str, moment: bytes) -> Iterator[tuple[RogueServer, Address]]:
 
 @pytest.mark.parametrize("moment", [b"SET NAMES", b"SELECT VERSION", b"SET SESSION", b"SELECT 1", b"LOAD DATA"])
 def test_no_file_is_sent_that_was_not_offered(tmp_path: Path, moment: bytes) -> None:
-    """Whatever statement the server answers so, a load of ours included."""
+    """This holds for every statement that the server answers so, including our own load."""
     file = tmp_path / "pipeline.yaml"
     file.write_text(SECRET, encoding="utf-8")
     with rogue(str(file), moment) as (server, address):
@@ -161,7 +161,7 @@ def test_an_authority_that_is_named_vouches_for_server_and_host(
     assert cipher(protected, "127.0.0.1", f"{known}&ssl_mode=VERIFY_CA")
     other = f"ssl_ca={Authority(tmp_path / 'other').directory / 'ca.pem'}"
     for options in (other, f"{other}&ssl_mode=verify_ca", "ssl_mode=verify_identity"):
-        with pytest.raises(UntrustedServer, match="is not to be trusted"):
+        with pytest.raises(UntrustedServer, match="cannot be trusted"):
             cipher(protected, "localhost", options)
 
 

@@ -1,6 +1,7 @@
-"""Values of Postgres in MySQL: every one comes back as the text that it was, or is refused by name.
+"""Values of Postgres in MySQL: each comes back as its original text, or is refused by name.
 
-Tables are made on a real Postgres, which also says what its values' texts are; the sink keeps them in a real MariaDB.
+Tables are created on a real Postgres, which also provides the texts of its values; the sink keeps them in a real
+MariaDB.
 """
 
 from __future__ import annotations
@@ -24,19 +25,20 @@ from airflow_cdc_provider.engine.core.record import Target, Watermark
 from airflow_cdc_provider.engine.core.table_rule import TableRule
 from airflow_cdc_provider.engine.postgres.column_text import text_of
 from airflow_cdc_provider.engine.postgres.connection import Connection, connected, rows
-from airflow_cdc_provider.engine.postgres.server_identity import Origin
+from airflow_cdc_provider.engine.postgres.server_identity import ServerIdentity
 from airflow_cdc_provider.engine.sinks.mysql.sink import MysqlSink
-from airflow_cdc_provider.engine.sinks.mysql.types import kind_of
+from airflow_cdc_provider.engine.sinks.mysql.types import column_type
 from airflow_cdc_provider.engine.sinks.staged import StagedPiece
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
 from local_servers.mariadb import MariadbServer
 from tests.conftest import Databases
+from tests.support.given_rows import GivenRows
 from tests.support.mysql import query
 from tests.support.type_values import VALUES
 
 WATERMARK = Watermark(Snapshot(10, 12, frozenset()), 150)
 IDENTITY = {"system": "1", "timeline": 1, "database": 5}
-# Types whose values name what only another database of the tests has.
+# Types whose values refer to objects that only another database of the tests has.
 LOCAL = re.compile(r"reg|aclitem|pg_am|information_schema")
 ARRAYS = {
     "int4[]": ["{}", "{1,NULL,-3}", "{{1,2},{3,4}}", "[0:1]={1,2}", "[2:2][3:4]={{1,2}}"],
@@ -68,7 +70,7 @@ CREATE TYPE public.pair AS (a int, b text);
 
 
 def made(source: Connection, name: str, columns: Sequence[str], key: str = "id") -> Target:
-    """A table of the source, as a target."""
+    """Return a table of the source, as a target."""
     definition = ", ".join(columns)
     rows(source, f"CREATE TABLE public.{name} ({definition}, PRIMARY KEY ({key}))")
     (table,) = resolve(source, (TableRule(f"public.{name}"),))
@@ -106,9 +108,13 @@ def stored(sink: MysqlSink, target: Target) -> list[tuple[str | None, ...]]:
 
 
 def copied(sink: MysqlSink, epoch: int, target: Target, values: Sequence[Sequence[str | None]]) -> None:
-    """By way of a chunk, and of a unit that is staged."""
-    chunk, origin, batch = Chunk(target.table.label, 0, None, None), Origin.of(IDENTITY), batch_of(target, values)
-    sink.write_chunk(epoch, target, chunk, origin, iter([batch]), lambda: WATERMARK)
+    """Copy rows through a chunk and through a staged unit, and return the target's texts."""
+    chunk, origin, batch = (
+        Chunk(target.table.label, 0, None, None),
+        ServerIdentity.of(IDENTITY),
+        batch_of(target, values),
+    )
+    sink.write_chunk(epoch, target, chunk, origin, GivenRows([batch], lambda: WATERMARK))
     assert stored(sink, target) == list(values)
     erased = pa.array([False] * len(values))
     effect = Effect(
@@ -142,7 +148,7 @@ def test_every_value_comes_back_or_is_refused_by_name(
                 [1000 * place + number, value],
             )
     taken, refused = [], []
-    kinds = [kind_of(column) for column in target.table.columns]
+    kinds = [column_type(column) for column in target.table.columns]
     for row in texts_of(source, target):
         (column,) = [i for i, text in enumerate(row) if i and text is not None]
         pattern = kinds[column].takes
@@ -155,7 +161,7 @@ def test_every_value_comes_back_or_is_refused_by_name(
             for column, row in refused:
                 name = re.escape(repr(target.table.columns[column].name))
                 with pytest.raises(LimitExceeded, match=rf"column {name} of public\.t has the value"):
-                    sink.replace(epoch, target, None, iter([batch_of(target, [row])]), lambda: WATERMARK, target)
+                    sink.replace(epoch, target, None, GivenRows([batch_of(target, [row])], lambda: WATERMARK), target)
     finally:
         query(mariadb, "SET GLOBAL local_infile = ON")
     special = {str(row[column]) for column, row in refused}
@@ -164,7 +170,7 @@ def test_every_value_comes_back_or_is_refused_by_name(
 
 
 def test_every_power_of_two_and_of_ten_comes_back(source: Connection, mariadb: MariadbServer) -> None:
-    """The shortest digits of a number are not always the nearest, and servers need not agree on them."""
+    """The shortest digits of a number are not always the nearest, and servers may disagree on them."""
     target = made(source, "t", ["id int", "d double precision", "r real"])
     rows(source, "INSERT INTO public.t SELECT n, 2::float8 ^ n FROM generate_series(-1074, 1023) n")
     rows(source, "INSERT INTO public.t SELECT 2000 + n, ('1e' || n)::float8 FROM generate_series(-323, 308) n")
@@ -218,26 +224,26 @@ def test_values_of_any_kind_come_back(
 
 
 def test_keys_are_told_apart_as_postgres_does(source: Connection, mariadb: MariadbServer) -> None:
-    """By case, accents, spaces at the end and normal forms; and they may have as many characters as an index takes."""
+    """They differ by case, accents, trailing spaces and normal forms, and may be as long as an index allows."""
     target = made(source, "t", ["id int", "a text", "b bytea"], key="id, a, b")
     texts = ["a", "A", "á", "a ", "a\t", "a\u0301", "", "ß", "ss", "é" * 380]
     for number, text in enumerate(texts):
         rows(source, "INSERT INTO public.t VALUES (1, %s, %s)", [text, f"\\x{number:04x}"])
     with sink_of(mariadb, target) as (sink, epoch):
         shown = texts_of(source, target)
-        sink.replace(epoch, target, None, iter([batch_of(target, shown)]), lambda: WATERMARK, target)
+        sink.replace(epoch, target, None, GivenRows([batch_of(target, shown)], lambda: WATERMARK), target)
         assert sorted(stored(sink, target)) == sorted(shown)
         assert sorted(sink.members(target, shown, [pa.array(c) for c in zip(*shown, strict=True)])) == [  # type: ignore[arg-type]
             (n, n) for n in range(len(shown))
         ]
         one = frozenset({shown[0]})
-        sink.replace(epoch, target, one, iter([]), lambda: WATERMARK, target)  # type: ignore[arg-type]
+        sink.replace(epoch, target, one, GivenRows([], lambda: WATERMARK), target)  # type: ignore[arg-type]
         assert sorted(stored(sink, target)) == sorted(shown[1:])
         for column, value in (1, "é" * 384), (2, "\\x" + "00" * 1535):
             long = ["1", "a", "\\x00"]
             long[column] = value
             with pytest.raises(LimitExceeded, match=r"longer than \d+ in a key"):
-                sink.replace(epoch, target, None, iter([batch_of(target, [long])]), lambda: WATERMARK, target)
+                sink.replace(epoch, target, None, GivenRows([batch_of(target, [long])], lambda: WATERMARK), target)
 
 
 def test_names_that_mysql_cannot_have_are_refused(source: Connection, mariadb: MariadbServer) -> None:

@@ -1,4 +1,4 @@
-"""COPY into a real server, of record batches and of another server's COPY: every value as it was."""
+"""COPY into a real server, of record batches and of another server's COPY: every value is preserved."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROWS = st.lists(st.tuples(TEXTS, st.none() | st.binary(), st.none() | st.lists(T
 
 @pytest.fixture(scope="module")
 def servers(source_server: PostgresServer, target_server: PostgresServer) -> Iterator[tuple[str, Connection]]:
-    """The address of one server and a connection to the other, both with a table for the rows."""
+    """Return the address of one server and a connection to the other, both with a table for the rows."""
     columns = "n int, a text, b bytea, c text[]"
     with connected(source_server.dsn(), writes=True) as source, connected(target_server.dsn(), writes=True) as target:
         with source.cursor() as cursor:
@@ -42,6 +42,7 @@ def servers(source_server: PostgresServer, target_server: PostgresServer) -> Ite
                 cursor.execute("DROP TABLE public.copied_rows")
 
 
+@pytest.mark.lengthy
 @settings(max_examples=100, deadline=None)
 @given(
     ROWS,
@@ -62,7 +63,7 @@ def test_what_one_server_writes_the_other_reads(
         patch.setattr(read_sessions, "_SLICE_BYTES", slice_bytes)
         cursor.execute("TRUNCATE public.copied_rows")
         constants = [(constant, "text"), ("end", "text")]
-        written = session.copied("SELECT * FROM public.copied_rows", constants, binary)
+        written = session.copy_data("SELECT * FROM public.copied_rows", constants, binary)
         table = sql.Identifier("public", "copied_rows")
         assert copy_written(target, table, list("nabcde"), written, binary) == len(rows)
         cursor.execute("SELECT n, a, b, c, d, e FROM public.copied_rows ORDER BY n")
@@ -70,13 +71,14 @@ def test_what_one_server_writes_the_other_reads(
     assert found == [(*row, constant, "end") for row in numbered]
 
 
-# Some need no quotes, some do, and nothing is not NULL.
+# Some need no quotes, some do, and the empty text is not NULL.
 PLAIN = st.text(st.characters(exclude_characters='\0\t\r\n"\\', codec="utf-8"), min_size=1)
 SPECIAL = st.sampled_from(
     ["", "NULL", "\\N", "\\.", "\\", "a\\tb", "\t", "\r", "\n", "\r\n", '"', 'a"b', "'", ",", "  ", "\x01"]
 )
 
 
+@pytest.mark.lengthy
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(
@@ -122,7 +124,7 @@ def test_rows_go_as_text_where_none_of_their_values_needs_quotes() -> None:
     assert not any(plain("a", value) for value in ("", "\\", "\t", "\n", "\r", '"'))
 
 
-# Those types that test_types has values of, and some that are made of them.
+# The types for which test_types has values, and some that are composed of them.
 VALUES = {
     name: values
     for name, values in BUILT_IN.items()
@@ -162,7 +164,7 @@ def test_values_of_all_types_pass_in_the_binary_format(
         assert {types[oid].oid for oid in postgres_copy._SAME_EVERYWHERE} <= set(oids.values())
         assert takes_binary(target, table, oids)
         with closing(CopySession(source_dsn, {})) as session, target.cursor() as cursor:
-            written = session.copied("SELECT * FROM public.typed", (), True)
+            written = session.copy_data("SELECT * FROM public.typed", (), True)
             assert copy_written(target, table, ["n", *names], written, True) == len(expected)
             cursor.execute(shown)
             assert cursor.fetchall() == expected
@@ -172,7 +174,7 @@ def test_values_of_all_types_pass_in_the_binary_format(
 
 
 def test_only_the_very_types_pass_in_the_binary_format(databases: Databases) -> None:
-    """A number would be taken for a date, and what a later version writes for something else."""
+    """A number would be interpreted as a date, and the format of a later version as something else."""
     int4, text, money, interval, xml = 23, 25, 790, 1186, 142
     table = sql.Identifier("public", "Typed")
     with connected(databases.target, writes=True) as target, target.cursor() as cursor:
@@ -185,7 +187,7 @@ def test_only_the_very_types_pass_in_the_binary_format(databases: Databases) -> 
 
 
 def test_large_rows_are_copied_like_others(databases: Databases, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever characters they hold, alone and between others."""
+    """They may contain any characters, alone and between other rows."""
     monkeypatch.setattr(postgres_copy, "_LARGE_BYTES", 20)
     monkeypatch.setattr(postgres_copy, "_READ_BYTES", 3)
     quotes = postgres_copy._QUOTES

@@ -1,4 +1,4 @@
-"""Target tables made beforehand: types that do not keep the source's values are refused, unless they are converted."""
+"""Existing target tables: types that do not preserve the source's values are refused, unless they are converted."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ OWN = ("CREATE DOMAIN amount AS numeric(10,2)", "CREATE TYPE mood AS ENUM ('old'
 
 
 def tables(cells: dict[str, tuple[str, str]]) -> tuple[str, str]:
-    """The statements that create a table at the source and at the target."""
+    """Return the statements that create a table at the source and at the target."""
     source, target = (", ".join(f"{name} {kinds[side]}" for name, kinds in cells.items()) for side in (0, 1))
     return f"CREATE TABLE t (id int PRIMARY KEY, {source})", f"CREATE TABLE t (id int PRIMARY KEY, {target})"
 
 
 @pytest.mark.parametrize("mode", ["mirror", "changelog"])
 def test_narrower_types_are_refused_by_name(databases: Databases, tmp_path: Path, mode: str) -> None:
-    """By preflight and provision, with what mends each; that done, both pass."""
+    """Preflight and provision name each with its remedy; after the remedies, both pass."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.*"], sink={"mode": mode})
     made, narrow = tables(NARROW)
     if mode == "changelog":
@@ -88,7 +88,7 @@ def test_narrower_types_are_refused_by_name(databases: Databases, tmp_path: Path
         with pytest.raises(ForeignTable) as refused:
             command(pipeline.pipeline)
         for name, (theirs, ours) in NARROW.items():
-            assert f"column {name} is {ours}, at the source {theirs}" in refused.value.message
+            assert f"column {name} is {ours}, but {theirs} at the source" in refused.value.message
             assert f'ALTER COLUMN "{name}" TYPE {theirs} USING' in refused.value.solution
         assert ("_commit_ts" in refused.value.message) == (mode == "changelog")
         assert "column id" not in refused.value.message
@@ -109,14 +109,14 @@ def test_types_that_keep_every_value_are_accepted(databases: Databases, tmp_path
     pipeline.source("INSERT INTO t (id, b, m, n, p) VALUES (2, 2.50, '1 02:03:04.56', 'n', 3)")
     pipeline.apply()
     pipeline.assert_verified()
-    # A source that grows makes its target grow.
+    # A wider type at the source makes the target wider.
     pipeline.source("ALTER TABLE t ALTER a TYPE numeric(14,3)", "UPDATE t SET a = 12345678901.123")
     pipeline.apply()
     pipeline.assert_verified()
 
 
 def test_converted_values_are_accepted_where_the_file_says_so(databases: Databases, tmp_path: Path) -> None:
-    """And named by `status` and `verify`, which finds what was rounded."""
+    """`status` and `verify` name them, and `verify` finds the values that were rounded."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], sink={"types": "convert"})
     pipeline.source("CREATE TABLE t (id int PRIMARY KEY, a numeric)", "INSERT INTO t VALUES (1, 1.239), (2, 1.5)")
     pipeline.target("CREATE TABLE t (id int PRIMARY KEY, a numeric(10,1))")
@@ -133,7 +133,7 @@ def test_converted_values_are_accepted_where_the_file_says_so(databases: Databas
 
 
 def test_types_of_the_same_name_and_other_parts(databases: Databases, tmp_path: Path) -> None:
-    """Whether the target table is there, is to be created, joins later, or gets such a column by DDL."""
+    """The target table exists, is about to be created, joins later, or gets such a column by DDL."""
     kinds = ("AS numeric(10,1)", "AS ENUM ('old')", "AS (a numeric(10,1))")
     wide = ("AS numeric", "AS ENUM ('old', 'new')", "AS (a numeric)")
     names = ("DOMAIN amount", "TYPE mood", "TYPE pair")
@@ -245,6 +245,7 @@ def server(source_server: PostgresServer) -> Iterator[psycopg.Connection]:
         yield connection
 
 
+@pytest.mark.lengthy
 @settings(max_examples=400, deadline=None)
 @given(kept=st.sampled_from(KEPT), array=st.booleans(), data=st.data())
 def test_what_passes_gives_back_every_text(
@@ -295,7 +296,7 @@ def test_shapes_of_own_types_are_those_of_their_parts(databases: Databases) -> N
 
 
 def test_a_column_of_a_changelogs_own_names_is_not_followed(databases: Databases, tmp_path: Path) -> None:
-    """Added by DDL, or with a table that joins: the changelog's column would become the source's."""
+    """It is added by DDL, or with a table that joins: the changelog's column would become the source's."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.*"], sink={"mode": "changelog"})
     pipeline.source("CREATE TABLE t (id int PRIMARY KEY)")
     pipeline.provision()
@@ -307,5 +308,5 @@ def test_a_column_of_a_changelogs_own_names_is_not_followed(databases: Databases
     with pytest.raises(ConfigError, match="columns of the names _seq"):
         commands.resnapshot(pipeline.pipeline, tables=["public.later"])
     pipeline.source('ALTER TABLE t RENAME "_op" TO n')
-    pipeline.apply()  # reads the table again, as it was defined otherwise when the row came
+    pipeline.apply()  # re-reads the table, because its definition was different when the row arrived
     assert pipeline.target_rows("SELECT _op::text, id, n FROM t") == [("r", 1, 2)]

@@ -1,4 +1,4 @@
-"""What others have made of target tables: named before anything is written, and mended by what is named."""
+"""Objects of others at target tables: reported before anything is written, and repaired by the remedy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOG = (
     'CREATE TABLE {t} (id int, v text, n int, _op "char" NOT NULL, _commit_lsn pg_lsn NOT NULL, _seq bigint NOT NULL,'
     " _xid bigint, _commit_ts timestamptz, _before jsonb, _unchanged text[])"
 )
-# What is made at the target, and what is said of it.
+# Statements at the target, and the expected message.
 MIRROR = {
     "insert_rule": (f"{MADE}; CREATE RULE r AS ON INSERT TO {{t}} DO ALSO SELECT 1", "has the rule r,"),
     "update_rule": (f"{MADE}; CREATE RULE r AS ON UPDATE TO {{t}} DO INSTEAD NOTHING", "has the rule r,"),
@@ -34,19 +34,19 @@ MIRROR = {
         "CREATE TABLE {t} (id int PRIMARY KEY, v text GENERATED ALWAYS AS ('gen') STORED, n int)",
         "generates the column v",
     ),
-    "demanding": (f"{MADE}; ALTER TABLE {{t}} ADD theirs int NOT NULL", "demands values of the column theirs"),
+    "demanding": (f"{MADE}; ALTER TABLE {{t}} ADD theirs int NOT NULL", "requires values in the column theirs"),
     "demanding_domain": (
         f"CREATE DOMAIN filled AS int CHECK (VALUE IS NOT NULL); {MADE}; ALTER TABLE {{t}} ADD theirs filled",
-        "theirs of the domain public.filled, which takes no NULL",
+        "theirs of the domain public.filled, which forbids NULL",
     ),
     "viewed": (
         "CREATE VIEW {t} AS SELECT 1 AS id, ''::text AS v, 1 AS n WHERE false; GRANT ALL ON {t} TO cdc",
         "is a view",
     ),
-    "typed": ("CREATE DOMAIN {t} AS int", "there is a type of that name"),
+    "typed": ("CREATE DOMAIN {t} AS int", "a type of that name exists"),
     "unlogged": (MADE.replace("TABLE", "UNLOGGED TABLE"), "is not logged"),
     "parted": (f"{MADE} PARTITION BY RANGE (id)", "has no partition"),
-    "parent": (f"{MADE}; CREATE TABLE child () INHERITS ({{t}})", "has the child public.child by inheritance"),
+    "parent": (f"{MADE}; CREATE TABLE child () INHERITS ({{t}})", "has the inheritance child public.child"),
     "deferred": (f"{MADE} ; ALTER TABLE {{t}} DROP CONSTRAINT {{t}}_pkey, ADD UNIQUE (id) DEFERRABLE", "is deferrable"),
     "partial": (
         "CREATE TABLE {t} (id int NOT NULL, v text, n int); CREATE UNIQUE INDEX ON {t} (id) WHERE id > 0",
@@ -59,19 +59,19 @@ MIRROR = {
 }
 CHANGELOG = {
     "rule": (f"{LOG}; CREATE RULE r AS ON INSERT TO {{t}} DO INSTEAD NOTHING", "has the rule r,"),
-    "not_null": (f"{LOG}; ALTER TABLE {{t}} ALTER v SET NOT NULL", "demands values of the column v"),
+    "not_null": (f"{LOG}; ALTER TABLE {{t}} ALTER v SET NOT NULL", "requires values in the column v"),
     "identity": (
         f"{LOG}; ALTER TABLE {{t}} ALTER n SET NOT NULL, ALTER n ADD GENERATED ALWAYS AS IDENTITY",
         "column n",
     ),
-    "not_all": (f"{LOG}; ALTER TABLE {{t}} ALTER _xid SET NOT NULL", "demands values of the column _xid"),
+    "not_all": (f"{LOG}; ALTER TABLE {{t}} ALTER _xid SET NOT NULL", "requires values in the column _xid"),
     "keyed": (f"{LOG}; ALTER TABLE {{t}} ADD PRIMARY KEY (id)", "unique index public.keyed_pkey"),
     "domain": (
         f"CREATE DOMAIN filled AS text CHECK (VALUE IS NOT NULL); {LOG}; ALTER TABLE {{t}} ALTER v TYPE filled",
-        "v of the domain public.filled, which takes no NULL",
+        "v of the domain public.filled, which forbids NULL",
     ),
 }
-# Of these no statement for all cases can be named.
+# No single statement fits all of these cases.
 BY_HAND = {
     "viewed": "DROP VIEW viewed",
     "parted": "CREATE TABLE part PARTITION OF parted DEFAULT",
@@ -112,7 +112,7 @@ def test_what_stands_in_the_way_is_named_and_mended(databases: Databases, tmp_pa
 
 
 def test_each_obstacle_is_refused_by_the_sink_itself(databases: Databases, tmp_path: Path) -> None:
-    """One that comes between preflight and provisioning, or before tables are read again."""
+    """An obstacle appears between preflight and provisioning, or before tables are re-read."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"])
     pipeline.source(MADE.format(t="t"), "INSERT INTO t VALUES (1, 'x', 1)")
     pipeline.provision()
@@ -126,7 +126,7 @@ def test_each_obstacle_is_refused_by_the_sink_itself(databases: Databases, tmp_p
 
 
 def test_what_may_stand_in_the_way_is_warned_of(databases: Databases, tmp_path: Path) -> None:
-    """As are those who can run code as the role that writes."""
+    """So are objects that can run code as the role that writes."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.*"])
     pipeline.source(*(MADE.format(t=name) for name in ("plain", "t", "parted", "referred")))
     pipeline.target(
@@ -145,6 +145,6 @@ def test_what_may_stand_in_the_way_is_warned_of(databases: Databases, tmp_path: 
     assert "public.t belongs to role app" in code.message
     assert "plain" not in code.message
     assert constraints.warning
-    for said in ("t_v_key, t_n_fkey of public.t", "parted has no DEFAULT partition", "public.t takes no NULL in n"):
+    for said in ("t_v_key, t_n_fkey of public.t", "parted has no DEFAULT partition", "public.t forbids NULL in n"):
         assert said in constraints.message
     pipeline.provision()

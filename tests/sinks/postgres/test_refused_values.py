@@ -1,4 +1,4 @@
-"""Whatever the target server refuses, with any SQLSTATE and at any step, is an error that says what helps."""
+"""Any error of the target server, with any SQLSTATE and at any step, is reported with a remedy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.refusals import attempts
 
 pytestmark = pytest.mark.slow
 
-# Classes with a meaning of their own, unknown ones, and one that drivers know no class of.
+# Classes with a special meaning, unknown classes, and one that drivers do not know.
 STATES = (
     "P0001",
     "22000",
@@ -38,7 +38,7 @@ RECORDS = ("pipelines", "tables", "chunks")
 
 @pytest.fixture(scope="module")
 def database(target_server: PostgresServer) -> Iterator[str]:
-    """A database for all of these tests."""
+    """Return a database for all of these tests."""
     create_database(target_server, "refusals")
     yield target_server.dsn("refusals")
     drop_database(target_server, "refusals")
@@ -90,7 +90,7 @@ def test_no_error_of_the_driver_leaves_what_reads(store: PostgresStore) -> None:
     begun = begin(store, "mirror")
     begun.copy(WHOLE, NEW)
     tables = {f"airflow_cdc.{name}": begun.sink.record for name in RECORDS}
-    # What a condition of the user's fails of, its command says as a judgement of the condition.
+    # If the user's condition fails, its command reports this as a problem of the condition.
     reads: dict[str, Callable[[], object]] = {**tables, 'copy."Ord ers"': lambda: list(begun.sink.rows(TARGET))}
     refuse = """CREATE OR REPLACE FUNCTION public.refuse_read(read text) RETURNS bool LANGUAGE plpgsql AS $$
         BEGIN IF read = '{}' THEN RAISE EXCEPTION 'on purpose' USING ERRCODE = '{}'; END IF; RETURN true; END $$"""
@@ -111,7 +111,7 @@ def test_no_error_of_the_driver_leaves_what_reads(store: PostgresStore) -> None:
 
 
 CASES = {
-    # What is done to the target, and to take it back; the error, and what its solution says.
+    # Statements at the target, and those that undo them; the error, and the text of its solution.
     "not null": (
         "ALTER {t} ALTER note SET NOT NULL",
         "ALTER {t} ALTER note DROP NOT NULL",

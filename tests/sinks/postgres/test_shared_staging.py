@@ -1,4 +1,4 @@
-"""The few changes of each of many tables: staged in one relation they become the very rows that they become alone."""
+"""Few changes of each of many tables: staged in one relation they yield the same rows as staged separately."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ KINDS = [*GATHERED, *ALONE]
 
 @pytest.fixture
 def begun(databases: Databases) -> Begun:
-    """A pipeline with a table for each kind of values, empty."""
+    """Return a pipeline with an empty table for each kind of values."""
     for dsn in (databases.source, databases.target):
         with psycopg.connect(dsn, autocommit=True) as connection:
             connection.execute(TYPES)
     with psycopg.connect(databases.source, autocommit=True) as connection:
         for n, kind in enumerate(KINDS):
-            key = ("int", "numeric")[n % 2]  # equal ones of which are of one text, or of several
+            key = ("int", "numeric")[n % 2]  # equal values of which have one text, or several
             connection.execute(f"CREATE TABLE public.k{n} (id {key} PRIMARY KEY, v {kind})".encode())
     with connected(databases.source) as source:
         tables = resolve(source, tuple(TableRule(f"public.k{n}") for n in range(len(KINDS))))
@@ -91,14 +91,14 @@ def begun(databases: Databases) -> Begun:
 
 
 def effect(n: int, *rows: tuple[str, str | None, bool]) -> Effect:
-    """The rows of a table: key, value, and whether the row is gone."""
+    """Return the rows of a table: key, value, and whether the row is deleted."""
     ids, values, erased = zip(*rows, strict=True)
     columns = {"c0": pa.array(ids, pa.large_string()), "c1": pa.array(values, pa.large_string())}
     return Effect(f"public.k{n}", False, pa.table({"erased": pa.array(erased, pa.bool_())} | columns))
 
 
 def changes(n: int, kind: str) -> Effect:
-    """All values of a kind, and a row that was there and goes."""
+    """Return all values of a kind, and a row that existed and is deleted."""
     values = [*(GATHERED | ALONE)[kind], None] if kind != "public.positive" else ALONE[kind]
     return effect(n, *((str(i), value, False) for i, value in enumerate(values, 1)), ("0", None, True))
 
@@ -111,7 +111,7 @@ def contents(begun: Begun) -> dict[str, list[str]]:
 
 
 def stage_and_commit(begun: Begun) -> tuple[Staged, ...]:
-    """Two units: one puts a row that the other takes away again, with all values put beside it."""
+    """Stage and commit two units: the second removes a row of the first, and writes all values next to it."""
     first = [effect(n, ("0", (GATHERED | ALONE)[kind][0], False)) for n, kind in enumerate(KINDS)]
     begun.unit(100, 150, *first)
     piece = begun.piece(*(changes(n, kind) for n, kind in enumerate(KINDS)))
@@ -160,7 +160,7 @@ def test_a_value_that_the_target_refuses_is_an_error(begun: Begun, kind: str, va
 
 
 def test_what_the_server_cannot_read_is_told_of_its_table(begun: Begun) -> None:
-    """Bytes that are no UTF-8, as a "char" of an old server may be."""
+    """Bytes may be invalid UTF-8, such as a "char" of an old server."""
     n = KINDS.index('"char"')
     values = pa.array([b"\xe4"], pa.large_binary()).view(pa.large_string())
     broken = pa.table({"erased": pa.array([False]), "c0": pa.array(["1"], pa.large_string()), "c1": values})
@@ -211,7 +211,7 @@ def test_types_that_the_role_may_not_name_are_staged_alone(begun: Begun, databas
 def test_what_a_crash_has_emptied_is_noticed(begun: Begun) -> None:
     piece = begun.piece(*(effect(n, ("1", "a", False)) for n in range(3)))
     begun.store.damage(piece.tables[0])
-    with pytest.raises(StagingLost, match="3 rows were staged for 3 tables, 0 are there"):
+    with pytest.raises(StagingLost, match="3 rows were staged for 3 tables, but 0 were found"):
         begun.sink.commit(begun.epoch, 100, 200, [piece])
 
 

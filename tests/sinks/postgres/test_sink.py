@@ -1,4 +1,4 @@
-"""The Postgres sink, on a real server: the contract of all sinks, its sessions, and what a crash leaves."""
+"""The Postgres sink, on a real server: the contract of all sinks, its sessions, and the remains of crashes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.sinks.postgres import fence as postgres_fence
 from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
 from airflow_cdc_provider.engine.sinks.staged import StagedPiece
-from airflow_cdc_provider.engine.sources.postgres.stream.pipelined_commit import Ahead
+from airflow_cdc_provider.engine.sources.postgres.stream.pipelined_commit import PipelinedCommit
 from local_servers.postgres import PostgresServer
 from tests.conftest import Databases, ServerMaker, create_database, drop_database
 from tests.sinks.begun_sink import LABEL, WHOLE, begin, refuse, upsert
@@ -33,7 +33,7 @@ from tests.support.postgres_store import PostgresStore
 
 @pytest.fixture(scope="module")
 def database(target_server: PostgresServer) -> Iterator[str]:
-    """A database for all of the contract."""
+    """Return a database for all tests of the contract."""
     create_database(target_server, "contract")
     yield target_server.dsn("contract")
     drop_database(target_server, "contract")
@@ -47,22 +47,22 @@ def store(database: str) -> Iterator[PostgresStore]:
 
 
 class TestProtocol(ProtocolContract):
-    """See :class:`ProtocolContract`."""
+    """The contract of the protocol on Postgres."""
 
 
 class TestMirror(MirrorContract):
-    """See :class:`MirrorContract`."""
+    """The contract of mirrors on Postgres."""
 
 
 class TestChangelog(ChangelogContract):
-    """See :class:`ChangelogContract`."""
+    """The contract of changelogs on Postgres."""
 
 
 @pytest.mark.parametrize("lock", ["FOR KEY SHARE", "FOR SHARE", "FOR NO KEY UPDATE"])
 def test_a_commit_in_flight_finishes_before_the_epoch_is_taken(
     store: PostgresStore, monkeypatch: pytest.MonkeyPatch, lock: LiteralString
 ) -> None:
-    """The epoch row is locked by the commit, so taking over waits; a plain SELECT would let both through."""
+    """The commit locks the epoch row, so a takeover waits; with a plain SELECT both would pass."""
     begun = begin(store, "mirror")
     monkeypatch.setattr(postgres_fence, "COMMIT_SECONDS", 0.2)
     with psycopg.connect(store.dsn) as commit:
@@ -76,7 +76,7 @@ def test_a_commit_in_flight_finishes_before_the_epoch_is_taken(
 def test_a_unit_is_applied_while_the_rest_of_it_is_staged(
     store: PostgresStore, mode: Mode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody sees it before its end, and a chunk or another run has to wait for it."""
+    """It is invisible before its end, and a chunk or another run has to wait for it."""
     begun = begin(store, mode)
     monkeypatch.setattr(postgres_fence, "LOCK_SECONDS", 0.2)
 
@@ -113,8 +113,9 @@ def test_a_unit_that_is_called_off_leaves_nothing_applied(store: PostgresStore) 
     assert begun.rows() == [("1", "a", "1.00")]
 
 
+@pytest.mark.lengthy
 def test_a_unit_for_which_others_wait_does_not_wait_for_them(store: PostgresStore) -> None:
-    """Who alters the target waits for the unit, and to stage its next piece, whoever does that waits behind them."""
+    """A session that alters the target waits for the unit; staging the next piece would wait behind that session."""
     begun = begin(store, "mirror")
     pieces = [begun.piece(begun.put("1", "a", "1.00"))]
     waiting = "SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE %s"
@@ -125,9 +126,9 @@ def test_a_unit_for_which_others_wait_does_not_wait_for_them(store: PostgresStor
     with (
         psycopg.connect(store.dsn, autocommit=True) as watch,
         ThreadPoolExecutor(2) as pool,
-        Ahead(lambda _: True, commit) as ahead,
+        PipelinedCommit(lambda _: True, commit) as commit,
     ):
-        ahead.hear(pieces[0])
+        commit.on_staged(pieces[0])
         applied = "SELECT FROM pg_locks WHERE relation = 'copy.\"Ord ers\"'::regclass AND mode = 'RowExclusiveLock'"
         assert await_condition(lambda: watch.execute(applied).fetchone() is not None, 60)
         altering = pool.submit(store.query, 'ALTER TABLE copy."Ord ers" ADD COLUMN theirs int')
@@ -135,8 +136,8 @@ def test_a_unit_for_which_others_wait_does_not_wait_for_them(store: PostgresStor
         staging = pool.submit(lambda: begun.piece(begun.put("2", "b", "2.00"), index=1))
         pieces.append(staging.result(60))
         altering.result(60)
-        ahead.hear(pieces[1])
-        assert not ahead.commit(pieces)
+        commit.on_staged(pieces[1])
+        assert not commit.finish(pieces)
     assert begun.rows() == []
     assert begun.sink.commit(begun.epoch, 100, 200, pieces)
     assert begun.rows() == [("1", "a", "1.00"), ("2", "b", "2.00")]
@@ -163,7 +164,7 @@ def test_a_unit_in_the_midst_of_which_another_run_takes_over_is_not_there(
 def test_a_session_that_never_commits_is_ended_when_the_epoch_is_taken(
     store: PostgresStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A paused process or a lost host would hold the epoch's row for hours."""
+    """A halted process or a lost host would hold the epoch's row for hours."""
     begun = begin(store, "mirror")
     monkeypatch.setattr(postgres_fence, "COMMIT_SECONDS", 0.2)
     with psycopg.connect(store.dsn, application_name="airflow-cdc sink p") as paused:
@@ -174,7 +175,7 @@ def test_a_session_that_never_commits_is_ended_when_the_epoch_is_taken(
 
 
 def test_only_the_part_s_own_sessions_are_ended(databases: Databases) -> None:
-    """Whatever name the DSN carries; the server cuts long names, and has other databases."""
+    """The DSN may have any application name; the server truncates long names, and has other databases."""
     for pipeline in ("p", "p" * 40):
         dsn = f"{databases.target}?application_name=somebody"
         parts = [PostgresSink(dsn, pipeline, "mirror", part) for part in ("snapshot-1", "snapshot-2", "stream", "")]
@@ -190,7 +191,7 @@ def test_only_the_part_s_own_sessions_are_ended(databases: Databases) -> None:
 
 
 def connect_as(sink: PostgresSink) -> psycopg2.extensions.connection:
-    """A session as the sink's transactions use it, left open."""
+    """Open a session like those of the sink's transactions, and leave it open."""
     with sink._transaction() as connection:
         name = connection.info.parameter_status("application_name")
     return psycopg2.connect(sink.dsn.partition("?")[0], application_name=name)
@@ -205,7 +206,7 @@ def alive(session: psycopg2.extensions.connection) -> bool:
 
 
 def test_sessions_that_are_ended_can_commit_no_more(make_server: ServerMaker) -> None:
-    """A backend that is told to end in the midst of its commit still commits: it is read, or never comes."""
+    """A backend that is terminated during its commit still commits: the commit is either read, or never happens."""
     server = make_server(settings={"fsync": "on", "commit_delay": "100000", "commit_siblings": "0"})
     begun = begin(PostgresStore(server.dsn()), "mirror")
 
@@ -249,7 +250,7 @@ def test_staging_that_a_crash_emptied_is_noticed(make_server: ServerMaker) -> No
 
 @pytest.mark.parametrize("known", [None, "7"], ids=["as the log tells", "but for one"])
 def test_rows_that_should_be_new_are_inserted_and_others_replaced(databases: Databases, known: str | None) -> None:
-    """What the log says of a key that the mirror has, for whatever reason, does not keep a unit from being applied."""
+    """Whatever the log says about a key that the mirror has, the unit is applied."""
     begun = begin(PostgresStore(databases.target), "mirror")
     if known is not None:
         begun.unit(100, 150, upsert(known, "old", "1.00"))
@@ -265,7 +266,7 @@ def test_rows_that_should_be_new_are_inserted_and_others_replaced(databases: Dat
 
 
 def test_new_rows_that_need_what_the_unit_changes_before_them(databases: Databases) -> None:
-    """To insert them first would break a constraint that the rows in their order keep."""
+    """Inserting them first would violate a constraint that the rows satisfy in their order."""
     begun = begin(PostgresStore(databases.target), "mirror")
     begun.unit(100, 150, upsert("0", "wanted", "1.00"))
     with psycopg.connect(databases.target) as connection:

@@ -1,4 +1,4 @@
-"""A user of Kafka that logs in: what it is granted is enough, and its password stands nowhere."""
+"""A user of Kafka that logs in: its privileges are sufficient, and its password is in no file."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_login_is_used_by_all_and_shown_by_none(databases: Databases, server_d
         conf |= {"spark.eventLog.compress": "false"}  # to be searched
         pipeline.change(spark={"conf": {**pipeline.document["spark"]["conf"], **conf}})
         pipeline.send({"id": 1}, b"bad")
-        outcome = pipeline.run("run")
+        outcome = pipeline.run_here("run")
         assert pipeline.target_rows("SELECT id FROM t") == [(1,)]
         assert [message.value for message in committed(server.brokers, dead)] == [b"bad"]
         shown = [outcome.stdout, outcome.stderr]

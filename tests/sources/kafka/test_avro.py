@@ -26,7 +26,7 @@ from tests.conftest import Databases
 from tests.support.kafka_server import committed, create_topic
 from tests.support.topics import TopicsPipeline
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600), pytest.mark.usefixtures("shared_session")]
 
 AMOUNT = {"type": "bytes", "logicalType": "decimal", "precision": 12, "scale": 2}
 ROW = {
@@ -60,7 +60,7 @@ FULL = {
 
 
 def encoded(registry: str, subject: str, schema: Mapping[str, Any], value: Mapping[str, Any]) -> bytes:
-    """A value as Confluent's serializer writes it."""
+    """Return a value as Confluent's serializer writes it."""
     number = SchemaRegistryClient({"url": registry}).register_schema(subject, Schema(json.dumps(schema), "AVRO"))
     stream = io.BytesIO()
     fastavro.schemaless_writer(stream, fastavro.parse_schema(dict(schema)), value)
@@ -69,10 +69,10 @@ def encoded(registry: str, subject: str, schema: Mapping[str, Any], value: Mappi
 
 @pytest.fixture
 def missing(monkeypatch: pytest.MonkeyPatch) -> list[frozenset[int]]:
-    """The schemas that the registry lacked, each time that dead letters are looked for."""
+    """Record the schemas that the registry lacks, each time that dead letters are collected."""
     found: list[frozenset[int]] = []
-    troubled = message_view.troubled
-    monkeypatch.setattr(message_view, "troubled", lambda *given: (found.append(given[-1]), troubled(*given))[1])
+    troubled = message_view.dead_letter_rows
+    monkeypatch.setattr(message_view, "dead_letter_rows", lambda *given: (found.append(given[-1]), troubled(*given))[1])
     return found
 
 
@@ -100,7 +100,7 @@ def test_values_of_avro_become_rows_and_others_dead_letters(
 def test_what_stands_in_front_of_a_truncate_is_a_dead_letter_by_the_same_schemas(
     databases: Databases, kafka: KafkaServer, registry: str, tmp_path: Path, missing: list[frozenset[int]]
 ) -> None:
-    """A schema may come between both reads: what the one leaves out for want of it the other one has to write."""
+    """A schema may arrive between both reads: the second one has to write what the first leaves out without it."""
     pipeline = TopicsPipeline(
         tmp_path, databases, kafka, COLUMNS, key=["id"], format="debezium", registry=registry, partitions=1
     )
@@ -119,7 +119,7 @@ def test_what_stands_in_front_of_a_truncate_is_a_dead_letter_by_the_same_schemas
 
 
 def test_a_schema_that_the_registry_has_later_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what one read of a batch has taken for missing is so for the other one."""
+    """If one read of a batch considers a schema missing, so does the other one."""
     there: list[Schema] = []
     asked = 0
 

@@ -1,4 +1,4 @@
-"""Messages that a sink refuses, or that the query fails on: none of them stops a pipeline for good."""
+"""Messages that a sink refuses, or on which the query fails: none of them stops a pipeline for good."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.kafka_server import committed, create_topic
 from tests.support.mysql import query
 from tests.support.topics import TopicsPipeline, moments
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600), pytest.mark.usefixtures("shared_session")]
 
 
 MEASURES = "id STRING NOT NULL, x DOUBLE, d BIGINT"
@@ -39,7 +39,7 @@ SUMS = {
 def test_each_message_that_is_refused_goes_to_the_dead_letters_once(
     databases: Databases, kafka: KafkaServer, mariadb: MariadbServer, tmp_path: Path
 ) -> None:
-    """By the sink for a value or a key, by the query for a division; and one that cannot be read beside them."""
+    """The sink refuses a value or a key, the query fails on a division; and one message cannot be read."""
     sql = "SELECT id, x, 100 / d AS part FROM messages"
     pipeline = TopicsPipeline(tmp_path, databases, kafka, MEASURES, partitions=1, key=["id"], sql=sql)
     dead = f"{pipeline.topic}-dead"
@@ -60,7 +60,7 @@ def test_each_message_that_is_refused_goes_to_the_dead_letters_once(
     assert query(mariadb, "SELECT count(*), max(id), sum(part) FROM copy.t") == [(42, "last", 42 * 50.0)]
     status = commands.status(pipeline.pipeline)
     assert [each["first"] for each in status["skipped"]] == [1, 42, 44]
-    assert "skipped" in pipeline.run("status").stdout
+    assert "skipped" in pipeline.run_here("status").stdout
     assert commands.verify(pipeline.pipeline)["equal"]
     pipeline.send({**good, "id": "after"})
     pipeline.catch_up()
@@ -91,7 +91,7 @@ def test_a_query_with_state_goes_on_behind_a_message_that_was_skipped_or_set_asi
     for offset in (1, 5):
         with pytest.raises(ConfigError, match="offsets 2 to 4"):
             commands.skip(pipeline.pipeline, pipeline.topic, 0, [(offset, offset)])
-    assert f"{pipeline.topic}[0] 3: " in pipeline.run("skip", *place, "--offset", "3").stdout
+    assert f"{pipeline.topic}[0] 3: " in pipeline.run_here("skip", *place, "--offset", "3").stdout
     pipeline.catch_up()
     assert totals() == [(15.0,)]
     assert commands.verify(pipeline.pipeline)["equal"]
@@ -103,7 +103,7 @@ def test_a_query_with_state_goes_on_behind_a_message_that_was_skipped_or_set_asi
     assert totals() == [(31.0,)]
     assert [offset for _, offset in dead_letters(pipeline, dead)] == [5]
     assert commands.verify(pipeline.pipeline)["equal"]
-    # What no message does by itself: the sum is too large for a constraint, by what has been added up.
+    # No single message causes this: the sum of several is too large for a constraint.
     pipeline.target("ALTER TABLE t ADD CONSTRAINT small CHECK (total < 32)")
     send(1, 1)
     with pytest.raises(Exception, match=rf"messages {pipeline.topic}\[0\] 7-8: .*small.*none of them is refused"):
@@ -111,7 +111,7 @@ def test_a_query_with_state_goes_on_behind_a_message_that_was_skipped_or_set_asi
 
 
 def test_a_constraint_of_the_target_names_the_message(databases: Databases, kafka: KafkaServer, tmp_path: Path) -> None:
-    """It may be wrong itself, so that the message is not set aside, although there is a topic for it."""
+    """The constraint may be wrong itself, so the message is not set aside, although there is a topic for it."""
     pipeline = TopicsPipeline(tmp_path, databases, kafka, "id BIGINT NOT NULL, v STRING", partitions=1, key=["id"])
     dead = f"{pipeline.topic}-dead"
     create_topic(kafka.brokers, dead)

@@ -1,4 +1,4 @@
-"""What becomes of the values of messages: they are kept as they are, or their message is a bad record."""
+"""Values of messages: they are preserved, or their message is a bad record."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def source_of(columns: str | None = COLUMNS, **source: Any) -> TopicSettings:
 
 
 def raw(spark: SparkSession, values: Sequence[bytes | None]) -> DataFrame:
-    """Messages as Spark reads them of a topic."""
+    """Return messages as Spark reads them from a topic."""
     rows = [(None, None if value is None else bytearray(value), n) for n, value in enumerate(values)]
     kinds = {"topic": f.lit("t"), "partition": f.lit(0), "timestamp": f.current_timestamp()}
     return spark.createDataFrame(rows, "key binary, value binary, offset bigint").withColumns(kinds)
@@ -165,7 +165,7 @@ def test_what_would_be_changed_is_a_bad_record_unless_it_is_let(spark: SparkSess
     values = [value for group in BAD.values() for value in group]
     strict = source_of()
     assert message_view.readable(raw(spark, values), strict).collect() == []
-    troubled = message_view.troubled(raw(spark, values), strict, Lineage(), frozenset()).collect()
+    troubled = message_view.dead_letter_rows(raw(spark, values), strict, Lineage(), frozenset()).collect()
     assert [bytes(row.value) for row in troubled] == values
     lenient = source_of(bad_records={"lenient": [name for name in BAD if name]})
     taken = {row._offset for row in message_view.readable(raw(spark, values), lenient).select("_offset").collect()}
@@ -180,7 +180,7 @@ def test_the_column_is_named_whose_value_would_be_changed(spark: SparkSession) -
         message_view.required(raw(spark, [b'{"d":1.123456}']), source_of()).collect()
     found = message_view.bad_record(str(told.value))
     assert found is not None
-    assert "the value of d is none of DECIMAL(12,4)" in found.message
+    assert "the value of d does not fit DECIMAL(12,4)" in found.message
 
 
 def test_numbers_stand_for_times_where_their_unit_is_said(spark: SparkSession) -> None:
@@ -209,7 +209,7 @@ def test_values_are_taken_as_a_whole(spark: SparkSession) -> None:
     texts = source_of(**section)
     rows = message_view.readable(raw(spark, values), texts).select("value", "_offset").collect()
     assert [(row.value, row._offset) for row in rows] == [('{"id"', 0), ("Käse", 1), ("", 4)]
-    assert message_view.troubled(raw(spark, values), texts, Lineage(), frozenset()).count() == 2
+    assert message_view.dead_letter_rows(raw(spark, values), texts, Lineage(), frozenset()).count() == 2
     assert [row.value for row in result(spark, texts, raw(spark, values[:2])).collect()] == ['{"id"']
     lenient = source_of(**section, bad_records={"lenient": ["encoding"]})
     assert message_view.readable(raw(spark, values[2:3]), lenient).collect()[0].value == "\ufffd\x00"
@@ -244,10 +244,13 @@ def test_what_a_message_leaves_out_is_known_in_every_form_and_never_computed_wit
         "WITH m AS (SELECT id, body, _op, _unchanged FROM messages) SELECT * FROM m",
         "SELECT id, max(body) AS body FROM messages GROUP BY id",
     ):
-        with pytest.raises(Exception, match="the value of body is not in it"):
+        with pytest.raises(Exception, match="it omits the unchanged value of body"):
             rows(sql)
         bury = {"bad_records": {"dead_letter": "x"}}
         assert {each["id"] for each in rows(sql, **bury)} == {2, 3}
         section = source_of(WITH_AWAY, format="debezium", sql=sql, **bury)
-        assert message_view.troubled(raw(spark, events), section, lineage_in(spark, section), frozenset()).count() == 2
+        assert (
+            message_view.dead_letter_rows(raw(spark, events), section, lineage_in(spark, section), frozenset()).count()
+            == 2
+        )
     assert len(rows("SELECT id, n, _op FROM messages")) == 4

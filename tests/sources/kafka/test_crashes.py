@@ -1,4 +1,4 @@
-"""Pipelines over topics through crashes: of the driver at each step, of the broker; and what other sinks lose then."""
+"""Pipelines over topics through crashes, of the driver at each step and of the broker; and losses of a plain sink."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from local_servers.kafka import KafkaServer
 from local_servers.mariadb import MariadbServer
-from tests.conftest import PIPELINE_ROLE, Databases, Some
+from tests.conftest import PIPELINE_ROLE, Databases
+from tests.selection import Some
 from tests.support.kafka_server import SECONDS, make_broker
 from tests.support.topic_queries import CLICKS, ORDERS, SUMS
 from tests.support.topics import TopicsPipeline, moments
@@ -38,17 +39,19 @@ TOTALS = "SELECT id, extract(second FROM start)::int, total::int FROM t ORDER BY
 
 
 class Clicks:
-    """Messages of a minute, and the sums that they add up to."""
+    """Messages within a minute, and the sums that they yield."""
 
     def __init__(self) -> None:
         self._sent = 0
         self._totals: dict[tuple[str, int], int] = defaultdict(int)
 
     def send(self, pipeline: TopicsPipeline, count: int = 30) -> None:
+        messages = []
         for number in range(self._sent, self._sent + count):
             second, key = number / 10, "abc"[number % 3]
-            pipeline.send({"id": key, "at": moments([second])[0], "value": number})
+            messages.append({"id": key, "at": moments([second])[0], "value": number})
             self._totals[key, int(second) // 2 * 2] += number
+        pipeline.send(*messages)
         self._sent += count
 
     @property
@@ -57,18 +60,20 @@ class Clicks:
 
 
 class Visits:
-    """Messages every two seconds, one in three without a valid identifier, and the windows that they add up to."""
+    """Messages every two seconds, one in three without a valid identifier, and the windows that they yield."""
 
     def __init__(self) -> None:
         self._sent = 0
         self._counts = Counter[tuple[str, str]]()
 
     def send(self, pipeline: TopicsPipeline, count: int = 30) -> None:
+        messages = []
         for number in range(self._sent, self._sent + count):
             at, key = datetime(2024, 5, 1, 10) + timedelta(seconds=2 * number), ("abc1", "xyz22", "abc")[number % 3]
-            pipeline.send({"id": key, "at": f"{at.isoformat()}Z"})
+            messages.append({"id": key, "at": f"{at.isoformat()}Z"})
             if key != "abc":
                 self._counts[key, f"{at.replace(second=at.second // 20 * 20):%F %T}+00"] += 1
+        pipeline.send(*messages)
         self._sent += count
 
     @property
@@ -85,7 +90,7 @@ def test_windows_are_right_whatever_step_the_driver_is_killed_at(
         killed = pipeline.start("run", failpoint=f"{step}:kill")
         assert killed.wait().code != 0, step
         killed.kill()
-    pipeline.run("run")
+    pipeline.catch_up()
     assert pipeline.target_rows(TOTALS) == clicks.totals
 
 
@@ -98,11 +103,11 @@ def test_closed_windows_are_told_once_whatever_step_of_a_commit_the_driver_is_ki
     pipeline, visits = TopicsToTopic(tmp_path, databases, kafka, VISITS, **asked), Visits()
     for step in ("in-batch-commit", "after-batch-commit", "before-spark-commit"):
         visits.send(pipeline)
-        killed = pipeline.start("run", failpoint=f"{step}:kill:3")  # the third batch is the one that closes windows
+        killed = pipeline.start("run", failpoint=f"{step}:kill:3")  # the third batch closes windows
         assert killed.wait().code != 0, step
         killed.kill()
         pipeline.catch_up()
-    for _ in range(2):  # the second is read by the time that the first has told, and closes all before both
+    for _ in range(2):  # the second is read by the time of the first, and closes all before both
         pipeline.send({"id": "abc1", "at": "2024-05-01T11:00:00Z"})
         pipeline.catch_up()
     told = [(row["id"], row["start"], row["visits"]) for row in pipeline.received()]
@@ -167,7 +172,7 @@ def test_a_plain_consumer_loses_what_its_sink_has_refused_and_we_do_not(orders: 
 
 
 def _committed(consumer: Consumer, place: TopicPartition) -> list[TopicPartition]:
-    """What the group has committed; while the broker is about to take the group's offsets over, it is asked again."""
+    """Return the offsets that the group has committed; repeat the request while the broker is loading them."""
     found: list[TopicPartition] = []
 
     def answered() -> bool:
@@ -183,7 +188,7 @@ def _committed(consumer: Consumer, place: TopicPartition) -> list[TopicPartition
 
 
 def consume_plainly(pipeline: TopicsPipeline) -> None:
-    """A sink with offsets of its own: the group's are committed for what was taken, row by row it is written."""
+    """Consume like a plain sink: commit the group's offsets for the messages taken, and write row by row."""
     conf: dict[str, Any] = {
         "bootstrap.servers": pipeline.broker.brokers,
         "group.id": f"plain-{pipeline.topic}",

@@ -1,4 +1,4 @@
-"""The search for the messages of a unit that fail, without Spark: a unit is what fails by a condition."""
+"""The search for the messages of a unit that fail, without Spark: a condition decides whether a unit fails."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from airflow_cdc_provider.engine.core.errors import CdcError, ConnectionFailed, ValueRefused
-from airflow_cdc_provider.engine.sources.kafka.culprits import Part, culprits, tipping
+from airflow_cdc_provider.engine.sources.kafka.culprits import UnitMessages, culprits, first_failing_message
 from airflow_cdc_provider.engine.sources.kafka.skipped_messages import Skip
 
-UNIT = Part.between({"a": {"0": 5, "1": 7}}, {"a": {"0": 105, "1": 7, "2": 30}, "b": {"0": 70}})
+UNIT = UnitMessages.between({"a": {"0": 5, "1": 7}}, {"a": {"0": 105, "1": 7, "2": 30}, "b": {"0": 70}})
 PLACES = [(topic, p, n) for topic, p, begin, end in UNIT.ranges for n in range(begin, end)]
 
 
-def members(part: Part) -> set[tuple[str, str, int]]:
+def members(part: UnitMessages) -> set[tuple[str, str, int]]:
     return {(topic, p, n) for topic, p, begin, end in part.ranges for n in range(begin, end)}
 
 
@@ -24,7 +24,7 @@ def members(part: Part) -> set[tuple[str, str, int]]:
 def test_all_that_fail_by_themselves_are_found(bad: set[tuple[str, str, int]]) -> None:
     tries = 0
 
-    def attempt(part: Part) -> CdcError | None:
+    def attempt(part: UnitMessages) -> CdcError | None:
         nonlocal tries
         tries += 1
         assert all(end.get(p) for end in part.end.values() for p in end)
@@ -38,14 +38,14 @@ def test_all_that_fail_by_themselves_are_found(bad: set[tuple[str, str, int]]) -
 
 @given(st.sets(st.integers(1, UNIT.size)))
 def test_the_message_is_found_with_which_a_unit_begins_to_fail(failing: set[int]) -> None:
-    """Later ones may make good for it, or for others."""
+    """Later messages may compensate for it, or for others."""
 
-    def attempt(part: Part) -> int | None:
+    def attempt(part: UnitMessages) -> int | None:
         return part.size if part.size in failing else None
 
-    assert tipping(UNIT, lambda part: None) is None
+    assert first_failing_message(UNIT, lambda part: None) is None
     failing = {*failing, UNIT.size}
-    found = tipping(UNIT, attempt)
+    found = first_failing_message(UNIT, attempt)
     assert found is not None
     message, size = found
     assert members(message) == {PLACES[size - 1]}
@@ -62,9 +62,9 @@ def test_what_fails_only_together_is_named_as_a_range() -> None:
 
 
 def test_nothing_is_looked_for_that_nobody_asks_for_and_an_outage_is_none() -> None:
-    tried: list[Part] = []
+    tried: list[UnitMessages] = []
 
-    def refused(part: Part) -> CdcError | None:
+    def refused(part: UnitMessages) -> CdcError | None:
         tried.append(part)
         return ValueRefused("no", "")
 
@@ -72,7 +72,7 @@ def test_nothing_is_looked_for_that_nobody_asks_for_and_an_outage_is_none() -> N
     assert len(tried) <= log2(UNIT.size) + 2
     assert list(culprits(UNIT, lambda part: None)) == []
 
-    def lost(part: Part) -> CdcError | None:
+    def lost(part: UnitMessages) -> CdcError | None:
         raise ConnectionFailed("gone", "")
 
     with pytest.raises(ConnectionFailed):

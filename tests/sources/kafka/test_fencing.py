@@ -1,7 +1,7 @@
-"""Two runs over a topic: what becomes of the one that was halted when it comes back, and of the messages it had read.
+"""Two runs over a topic: a halted run that wakes up after a takeover, and the messages that it had read.
 
-It is halted at the places where it is dangerous: about to commit a unit, within the sink's transaction, and with the
-unit committed, which Spark does not know yet.
+It is halted at the dangerous places: about to commit a unit, within the sink's transaction, and after the commit of the
+unit, which Spark does not know yet.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tests.support.topics_to_topic import TopicsToTopic
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(600)]
 
 COLUMNS = "id BIGINT NOT NULL, note STRING"
-# There its session is gone; why, the record says when it starts anew.
+# There its session has ended; the record shows the reason when it starts again.
 LEARNING_LATER = "in-batch-commit"
 
 
 @pytest.fixture
 def to_postgres(databases: Databases, kafka: KafkaServer, tmp_path: Path) -> Iterator[TopicsPipeline]:
-    """A changelog: what is applied twice stands there twice."""
+    """Return the section of a changelog, in which repeated changes would be visible."""
     pipeline = TopicsPipeline(tmp_path, databases, kafka, COLUMNS, key=["id"])
     pipeline.change(sink={"mode": "changelog"})
     yield pipeline
@@ -59,10 +59,10 @@ def test_a_run_that_is_halted_adds_nothing_to_a_topic_when_it_comes_back(to_kafk
 
 
 def overtake(pipeline: TopicsPipeline, place: str, ids: Callable[[], list[int]]) -> None:
-    """Halt a run, have another go on, let the first come back; what the target has is looked at all the while.
+    """Halt a run, let another one continue, resume the first, and check the target all the time.
 
     :param place: failpoint at which it is halted, and the pass if that is not the first.
-    :param ids: those that the target has.
+    :param ids: expected ids in the target.
     """
     pipeline.send(*({"id": n} for n in range(10)))
     pipeline.catch_up()

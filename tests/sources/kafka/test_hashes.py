@@ -1,4 +1,4 @@
-"""What executors hash of a query's rows, against the rows as texts: both have to add up to the same sums."""
+"""The hashes of a query's rows that executors compute, compared with the rows as texts: the sums must be equal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from airflow_cdc_provider.engine.comparison.fetched_side import RowSide, mirror_rows
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.table import Column, Table
-from airflow_cdc_provider.engine.sources.kafka.query import Shape
+from airflow_cdc_provider.engine.sources.kafka.query import QueryResult
 from airflow_cdc_provider.engine.sources.kafka.replay import _at_last, summed
 from airflow_cdc_provider.engine.sources.kafka.staging_task import HASHES, TopicHashes, TopicTexts
 from airflow_cdc_provider.engine.sources.kafka.verify import _way_of
@@ -51,10 +51,10 @@ def test_hashes_add_up_to_what_the_texts_do(key: tuple[str, ...], tasks: Sequenc
 
 
 def test_only_rows_that_messages_tell_as_a_whole_are_hashed() -> None:
-    whole = Shape(replace(TABLE, key=("a",)), stateful=False, told=False)
+    whole = QueryResult(replace(TABLE, key=("a",)), stateful=False, has_ops=False)
     ways = {
         "whole": _way_of("mirror", "update", whole),
-        "told": _way_of("mirror", "update", replace(whole, told=True)),
+        "told": _way_of("mirror", "update", replace(whole, has_ops=True)),
         "partial": _way_of("mirror", "update", replace(whole, partial=True)),
         "closing": _way_of("mirror", "append", replace(whole, stateful=True)),
     }

@@ -1,4 +1,4 @@
-"""Where a pipeline over topics goes on, by record and checkpoint: a model of both, through crashes and restores."""
+"""The position at which a pipeline over topics continues, by record and checkpoint: a model with crashes, restores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from airflow_cdc_provider.engine.core.errors import ConfigError, GateClosed
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.kafka.topic import Topic
-from airflow_cdc_provider.engine.sources.kafka.position import Found, RecordedTopics, foremost, goes_on, with_truncates
+from airflow_cdc_provider.engine.sources.kafka.position import (
+    FoundCheckpoint,
+    RecordedTopics,
+    continues_checkpoint,
+    most_advanced,
+    with_truncates,
+)
 from airflow_cdc_provider.engine.sources.kafka.topics import behind, reached, with_all
 
 POSITION = RecordedTopics(0, "cluster", {"t": {"0": 0}}, {"t": {"0": 0}}, {"t": "id"}, {}, False, None, 0)
@@ -22,7 +28,7 @@ STEPS = (*CRASHES, "lose", "copy", "restore checkpoint", "restore sinks", "resto
 
 @dataclass
 class Sink:
-    """Its record, and the messages that it has."""
+    """The record of a sink, and its messages."""
 
     position: RecordedTopics
     messages: list[int] = field(default_factory=list)
@@ -32,7 +38,7 @@ class Sink:
         return self.position.offsets["t"]["0"]
 
     def commit(self, unit: int, offset: int, messages: list[int], checkpoint: str, base: int) -> None:
-        """As :meth:`.Sink.commit` does."""
+        """Commit a unit like :meth:`.Sink.commit`."""
         if self.position.applied >= unit:
             return
         assert self.position.applied == unit - 1, "the sink refuses the unit"
@@ -43,7 +49,7 @@ class Sink:
 
 @dataclass
 class Checkpoint:
-    """As Spark keeps it: the offsets of batches that were planned, and which were committed; and the state."""
+    """A checkpoint of Spark: offsets of planned batches, which of these are committed, and the state."""
 
     id: str
     start: int
@@ -51,11 +57,11 @@ class Checkpoint:
     committed: int = -1
     state: list[int] = field(default_factory=list)
 
-    def found(self, position: RecordedTopics) -> Found:
+    def found(self, position: RecordedTopics) -> FoundCheckpoint:
         last = position.applied - position.base - 1
         known = self.id == position.checkpoint and 0 <= last < len(self.planned)
         offsets = {"t": {"0": self.planned[last]}} if known else None
-        return Found(self.id, self.committed, len(self.planned) - 1, offsets)
+        return FoundCheckpoint(self.id, self.committed, len(self.planned) - 1, offsets)
 
 
 class Model:
@@ -69,12 +75,12 @@ class Model:
         self.copies: tuple[Checkpoint | None, list[Sink]] | None = None
 
     def run(self, crash: str | None) -> None:
-        """Start, and bring in a batch; the process may end in between."""
+        """Start, and process a batch; the process may end in between."""
         positions = [sink.position for sink in self.sinks]
-        first = foremost(positions)
-        found = Found(None) if self.checkpoint is None else self.checkpoint.found(first)
+        first = most_advanced(positions)
+        found = FoundCheckpoint(None) if self.checkpoint is None else self.checkpoint.found(first)
         base = first.base
-        if not goes_on(positions, found, "there"):
+        if not continues_checkpoint(positions, found, "there"):
             self.made += 1
             base = first.applied
             self.checkpoint = Checkpoint(str(self.made), self.sinks[0].offset)
@@ -115,6 +121,7 @@ class Model:
             assert sink.messages == list(range(sink.offset)), name
 
 
+@pytest.mark.lengthy
 @settings(max_examples=600)
 @given(st.lists(st.sampled_from(STEPS), max_size=14))
 def test_without_state_every_message_is_brought_in_once_whatever_is_lost_or_restored(steps: list[str]) -> None:
@@ -123,6 +130,7 @@ def test_without_state_every_message_is_brought_in_once_whatever_is_lost_or_rest
         model.step(step)
 
 
+@pytest.mark.lengthy
 @settings(max_examples=600)
 @given(st.booleans(), st.integers(1, 2), st.lists(st.sampled_from(STEPS), max_size=14))
 def test_it_goes_on_only_where_state_and_sinks_know_the_same(stateful: bool, sinks: int, steps: list[str]) -> None:
@@ -148,7 +156,7 @@ def test_a_source_that_cannot_go_on_is_refused() -> None:
     for cluster, topics, beginnings, ends, said in (
         ("other", [topic], at, at, "cluster other"),
         ("cluster", [], {}, {}, "no longer exists"),
-        ("cluster", [replace(topic, id="new")], at, at, "made anew"),
+        ("cluster", [replace(topic, id="new")], at, at, "has been recreated"),
         ("cluster", [topic], {"t": {"0": 6}}, {"t": {"0": 9}}, "begins at offset 6"),
         ("cluster", [topic], {"t": {"0": 0}}, {"t": {"0": 4}}, "ends at offset 4"),
     ):

@@ -1,4 +1,4 @@
-"""What a pipeline over topics is provisioned with, and what of its file may change then; without Spark."""
+"""The provisioning of a pipeline over topics, and permitted changes of its file afterwards; without Spark."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COLUMNS = "id BIGINT NOT NULL, at TIMESTAMP, other TIMESTAMP"
 def test_units_of_numbers_for_times_may_be_added_to_a_query_with_state_and_are_not_changed_then(
     databases: Databases, kafka: KafkaServer, tmp_path: Path
 ) -> None:
-    """Until then no message that has such numbers was of any row, so nothing of the state comes from one."""
+    """Before that, no message with such numbers contributed to a row, so nothing in the state depends on one."""
     sql = "SELECT id, max(at) AS at FROM messages GROUP BY id"
     pipeline = TopicsPipeline(tmp_path, databases, kafka, COLUMNS, key=["id"], sql=sql)
     columns = tuple(

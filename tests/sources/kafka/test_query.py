@@ -1,4 +1,4 @@
-"""What queries over messages are found to return, and whether they keep state; Spark alone, without a broker."""
+"""The columns that queries over messages return, and whether they keep state; Spark alone, without a broker."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pyspark.sql import SparkSession
 from airflow_cdc_provider.engine.core.errors import ConfigError, ConnectionFailed, SparkUnusable
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.sources.kafka import message_view
-from airflow_cdc_provider.engine.sources.kafka.query import Shape, output_of, result, shape_of
+from airflow_cdc_provider.engine.sources.kafka.query import QueryResult, output_of, query_result, result
 from airflow_cdc_provider.engine.sources.kafka.settings import topic_settings
-from airflow_cdc_provider.engine.sources.kafka.spark_failures import failure_of
+from airflow_cdc_provider.engine.sources.kafka.spark_failures import spark_failure
 from tests.support.pipeline_files import document
 from tests.support.pipelines import SPARK_CONF
 from tests.support.spark_jvm import local_session
@@ -39,8 +39,8 @@ def spark() -> Iterator[SparkSession]:
         yield spark
 
 
-def shape(spark: SparkSession, sql: str, mode: str = "mirror", **source: Any) -> Shape:
-    return shape_of(spark, pipeline(sql, mode, **source))
+def shape(spark: SparkSession, sql: str, mode: str = "mirror", **source: Any) -> QueryResult:
+    return query_result(spark, pipeline(sql, mode, **source))
 
 
 def pipeline(sql: str, mode: str = "mirror", **source: Any) -> Pipeline:
@@ -180,7 +180,7 @@ def test_windows_are_told_to_logs_when_they_are_closed() -> None:
 def test_no_condition_of_the_query_passes_over_a_bad_message(
     spark: SparkSession, source: dict[str, Any], value: bytes | None
 ) -> None:
-    """Spark puts conditions together, and those first by which most rows are left out: such as that id is there."""
+    """Spark combines conditions, and evaluates the most selective ones first, such as the presence of the id."""
     topics = topic_settings(pipeline("SELECT id FROM messages WHERE id > 1 AND _topic = 't'", **source))
     assert topics is not None
     columns = "key binary, value binary, topic string, partition int, offset bigint, timestamp timestamp"
@@ -199,6 +199,6 @@ def test_what_the_registry_says_reaches_the_driver(spark: SparkSession) -> None:
     raw = spark.createDataFrame([(None, b"\x00\x00\x00\x00\x07x", "t", 0, 5, None)], columns)
     with pytest.raises(PySparkException) as told:
         result(spark, topics, raw).collect()
-    error = failure_of(str(told.value))
+    error = spark_failure(str(told.value))
     assert isinstance(error, ConnectionFailed)
-    assert "schema registry http://127.0.0.1:1: schema 7" in error.message
+    assert "schema registry http://127.0.0.1:1: cannot get schema 7" in error.message

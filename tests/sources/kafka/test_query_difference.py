@@ -1,4 +1,4 @@
-"""How a changed query is shown."""
+"""The display of a changed query."""
 
 from __future__ import annotations
 
@@ -19,4 +19,4 @@ def test_a_query_in_one_line_is_shown_clause_by_clause() -> None:
 
 
 def test_a_change_of_white_space_alone_is_called_that() -> None:
-    assert text_difference("SELECT id FROM m", "SELECT id\nFROM m\n") == "white space alone has changed"
+    assert text_difference("SELECT id FROM m", "SELECT id\nFROM m\n") == "only white space has changed"

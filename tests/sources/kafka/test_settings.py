@@ -1,4 +1,4 @@
-"""The source section for topics: what it says, what is refused, and that no password shows."""
+"""The source section for topics: its keys, the refusals, and that it shows no password."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SOURCE: dict[str, Any] = {
 
 
 def parse(environment: dict[str, str] | None = None, **changes: Any) -> Pipeline:
-    """The pipeline with keys of its source changed; ``None`` removes one."""
+    """Return the pipeline with keys of its source changed; ``None`` removes one."""
     source = {name: value for name, value in {**SOURCE, **changes}.items() if value is not None}
     return Pipeline.parse(document(source=source), environment or {})
 
@@ -75,7 +75,7 @@ def test_a_checkpoint_shares_its_folder_with_others_and_removes_nothing_of_their
     for name in ("metadata", ".metadata.crc", "offsets/0", "state/0/0/1.zip", "theirs/data"):
         (tmp_path / "shop" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "shop" / name).touch()
-    with pytest.raises(ConfigError, match="holds theirs"):
+    with pytest.raises(ConfigError, match="contains theirs"):
         checkpoint.require_own()
     checkpoint.remove()
     assert [each.name for each in (tmp_path / "shop").iterdir()] == ["theirs"]
@@ -158,7 +158,7 @@ def test_dags_are_parsed_without_connections() -> None:
     [
         ({"topics": None}, "source.topics"),
         ({"pattern": "c.*"}, "source.topics"),
-        ({"topics": []}, "a list of names"),
+        ({"topics": []}, "a list of topic names"),
         ({"topics": None, "pattern": "("}, "a regular expression"),
         ({"brokers": "user:pw@one:9092"}, "properties"),
         ({"brokers": None}, "source.brokers"),

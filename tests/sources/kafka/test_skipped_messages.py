@@ -1,4 +1,4 @@
-"""Messages that are passed over are left out, however many there are."""
+"""Messages that are skipped are left out, however many there are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MANY = 3000
 
 @pytest.fixture(scope="module")
 def raw() -> Iterator[DataFrame]:
-    """Messages with offsets 0 to 5,999 in each of two partitions."""
+    """Return messages with offsets 0 to 5,999 in each of two partitions."""
     with local_session(SPARK_CONF) as spark:
         yield spark.range(4 * MANY).selectExpr("'t' AS topic", "int(id % 2) AS partition", "id DIV 2 AS offset")
 

@@ -1,4 +1,4 @@
-"""What Spark ends a query for, by texts as it writes them, and what is told instead."""
+"""Errors with which Spark ends a query, in its own wording, and the reports about them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from airflow_cdc_provider.engine.core.errors import (
     UncapturableTable,
     ValueRefused,
 )
-from airflow_cdc_provider.engine.sources.kafka.spark_failures import cause_of, failure_of, fitting
+from airflow_cdc_provider.engine.sources.kafka.spark_failures import cause_of, spark_failure, with_topic_remedy
 
 JOB = """An error occurred while calling o55.save.
 : org.apache.spark.SparkException: Job aborted due to stage failure: Task 0 in stage 1.0 failed 1 times, most recent \
@@ -48,7 +48,7 @@ TOO_LARGE = "org.apache.kafka.common.errors.RecordTooLargeException: The message
     ],
 )
 def test_a_failure_is_told_by_its_cause(text: str, kind: type[CdcError], said: str) -> None:
-    found = failure_of(text)
+    found = spark_failure(text)
     assert type(found) is kind
     assert said in found.message
     assert "Traceback" not in cause_of(text)
@@ -64,7 +64,7 @@ def test_a_failure_is_told_by_its_cause(text: str, kind: type[CdcError], said: s
     ],
 )
 def test_a_remedy_for_tables_becomes_one_for_topics(error: CdcError, said: str) -> None:
-    found = fitting(error)
+    found = with_topic_remedy(error)
     assert found is error
     assert said in found.solution
     assert "resnapshot" not in found.solution
@@ -72,4 +72,4 @@ def test_a_remedy_for_tables_becomes_one_for_topics(error: CdcError, said: str) 
 
 def test_other_remedies_stay() -> None:
     error = ForeignTable("rows", "Empty or drop the table.")
-    assert fitting(error).solution == "Empty or drop the table."
+    assert with_topic_remedy(error).solution == "Empty or drop the table."

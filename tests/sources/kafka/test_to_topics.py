@@ -1,4 +1,4 @@
-"""From topics to other topics on a real broker, through Spark: each row once to who reads what is committed."""
+"""From topics to other topics on a real broker, through Spark: consumers of committed messages see each row once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.kafka_server import create_topic
 from tests.support.topics import moments
 from tests.support.topics_to_topic import VALID, VISITS, TopicsToTopic
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600), pytest.mark.usefixtures("shared_session")]
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_its_own_topics_are_not_read(copy: TopicsToTopic) -> None:
 
 
 def test_windows_of_valid_identifiers_are_told_once(visits: TopicsToTopic) -> None:
-    # What a batch tells of the time is heeded from the next one on.
+    # The time of a batch takes effect in the next one.
     for batch in ([0, 1, 19], [21, 22], [45], [46]):
         visits.send(*({"id": id_, "at": at} for at in moments(batch) for id_ in ("abc1", "not valid", "xyz22")))
         visits.catch_up()
@@ -70,7 +70,7 @@ def test_windows_of_valid_identifiers_are_told_once(visits: TopicsToTopic) -> No
 
 @pytest.mark.thorough
 def test_a_broker_that_restarts_and_partitions_that_are_added_lose_and_repeat_nothing(copy: TopicsToTopic) -> None:
-    """Partitions are not shared out by a group of consumers, so the only rebalance is that there are more of them."""
+    """Partitions are not assigned by a consumer group, so the only kind of rebalance is that partitions are added."""
     copy.change(stream={"restart": {"strategy": "fixed-delay", "attempts": 20, "delay": "1 second"}})
     copy.send(*({"id": n} for n in range(10)))
     copy.catch_up()
@@ -80,7 +80,7 @@ def test_a_broker_that_restarts_and_partitions_that_are_added_lose_and_repeat_no
     copy.broker.restart("kill")
     copy.send(*({"id": n} for n in range(20, 30)))
     running.until(lambda: sum(copy.offsets().values()) >= 30, "the last message")
-    admin = AdminClient({"bootstrap.servers": copy.broker.brokers})  # which has to live until they are there
+    admin = AdminClient({"bootstrap.servers": copy.broker.brokers})  # keep it alive until they exist
     admin.create_partitions([NewPartitions(copy.topic, 5)])[copy.topic].result(PATIENCE)
     copy.send(*({"id": n} for n in range(30, 60)))
     running.until(lambda: sum(copy.offsets().values()) >= 60, "the last message of all partitions")

@@ -1,4 +1,4 @@
-"""Values that Debezium leaves out of a message, as they stay: targets keep what they have."""
+"""Values that Debezium leaves out of a message because they are unchanged: targets keep their values."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from airflow_cdc_provider.engine.sources.kafka.unchanged_values import net_of
 from local_servers.kafka import KafkaServer
 from local_servers.mariadb import MariadbServer
 from tests.conftest import Databases
-from tests.support.delta_spark import delta_jars
 from tests.support.kafka_pipeline import KafkaPipeline
 from tests.support.kafka_server import create_topic
 from tests.support.mysql import query
-from tests.support.topics import TopicsPipeline, kafka_jars
+from tests.support.spark_jars import DELTA, require_jars
+from tests.support.topics import TopicsPipeline
 
 DOC = "id INT NOT NULL, n INT, body STRING, data BINARY"
 WHOLE = {"id": 1, "n": 1, "body": "x" * 9000, "data": base64.b64encode(b"\x00\xff").decode()}
@@ -80,6 +80,7 @@ def test_row_by_row_a_value_that_is_left_out_is_compared_as_a_changelog_has_it(k
 
 @pytest.mark.spark
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("shared_session")
 def test_a_mirror_keeps_what_messages_leave_out_and_verify_knows(
     databases: Databases, kafka: KafkaServer, tmp_path: Path
 ) -> None:
@@ -112,14 +113,13 @@ def test_mirrors_of_other_sinks_keep_it_too(
     databases: Databases, kafka: KafkaServer, mariadb: MariadbServer, tmp_path: Path
 ) -> None:
     pipeline = TopicsPipeline(tmp_path, databases, kafka, DOC, partitions=1, key=["id"], format="debezium")
-    conf = {"spark.jars": f"{kafka_jars()},{delta_jars()}"}
-    pipeline.change(sink=None, spark={"conf": {**pipeline.document["spark"]["conf"], **conf}})
+    require_jars(DELTA)
+    pipeline.change(sink=None)
     mysql = {"type": "mysql", "dsn": mariadb.dsn, "schema": "mirror"}
     plain = {"deletion_vectors": False, "properties": {"delta.columnMapping.mode": "none"}}  # for other readers
     pipeline.change(sink=[mysql, {"type": "delta", "path": str(tmp_path / "lake"), "mode": "mirror", **plain}])
     placeholder = "__debezium_unavailable_value"
     pipeline.send({"op": "r", "after": WHOLE}, {"op": "c", "after": {**WHOLE, "id": 2}})
-    # In processes of their own: the Spark of this one, which others have started, may have no Delta.
     pipeline.run("run")
     pipeline.send(
         {"op": "u", "after": {**WHOLE, "n": 2, "body": placeholder}},
@@ -137,6 +137,7 @@ def test_mirrors_of_other_sinks_keep_it_too(
 @pytest.mark.spark
 @pytest.mark.timeout(600)
 @pytest.mark.thorough
+@pytest.mark.usefixtures("shared_session")
 def test_an_update_of_a_row_whose_insert_was_set_aside_is_named(
     databases: Databases, kafka: KafkaServer, tmp_path: Path
 ) -> None:
@@ -164,8 +165,9 @@ def test_an_update_of_a_row_whose_insert_was_set_aside_is_named(
 @pytest.mark.thorough
 @pytest.mark.spark
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("shared_session")
 def test_our_own_sink_feeds_our_own_source(databases: Databases, kafka: KafkaServer, tmp_path: Path) -> None:
-    """Into a mirror, and into a changelog, which says what it does not know."""
+    """The target is a mirror, or a changelog, which marks unknown values."""
     first = KafkaPipeline(tmp_path, databases, ["public.doc"], kafka.brokers, partitions=2, truncates=True)
     first.source(
         "CREATE TABLE public.doc (id int PRIMARY KEY, n int, body text, data bytea)",

@@ -1,4 +1,4 @@
-"""Whether a comparison of topics with what has been made of them finds what differs, and nothing else."""
+"""Comparisons of topics with their targets find every difference, and nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from airflow_cdc_provider.engine.sources.kafka.position import RecordedTopics
-from airflow_cdc_provider.engine.sources.kafka.query import Shape
+from airflow_cdc_provider.engine.sources.kafka.query import QueryResult
 from airflow_cdc_provider.engine.sources.kafka.verify import _Remaining, _way_of
 from local_servers.kafka import KafkaServer
 from tests.conftest import Databases
@@ -29,7 +29,7 @@ from tests.support.topic_queries import CLICKS, ORDERS, SUMS
 from tests.support.topics import TopicsPipeline, moments
 from tests.support.topics_to_topic import VALID, VISITS, TopicsToTopic
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600), pytest.mark.usefixtures("shared_session")]
 
 
 @pytest.fixture
@@ -42,12 +42,12 @@ def verified(pipeline: TopicsPipeline) -> dict[str, Any]:
 
 
 def found(result: dict[str, Any]) -> set[tuple[str, str]]:
-    """What differs, by the first column of the key."""
+    """Return the differences, by the first column of the key."""
     return {(each["kind"], next(iter(each["key"].values()))) for t in result["tables"] for each in t["differences"]}
 
 
 def counted_again(ranges: Sequence[Mapping[str, Any]], brokers: str, topic: str) -> None:
-    """Hold ranges of offsets against what a plain consumer gets there."""
+    """Compare the rows of offset ranges with those that a plain consumer reads."""
     received = consumed(Cluster(brokers), topic)
     for each in ranges:
         there = [m for m in received if m.partition == each["partition"] and each["begin"] <= m.offset < each["end"]]
@@ -72,7 +72,7 @@ def test_a_mirror_and_what_differs_in_it(orders: TopicsPipeline) -> None:
         "UPDATE t SET note = 'other' WHERE id = 1", "DELETE FROM t WHERE id = 2", "INSERT INTO t (id) VALUES (99)"
     )
     assert found(verified(orders)) == {("different", "1"), ("missing", "2"), ("extra", "99")}
-    assert "public.t: different" in orders.run("verify", code=4).stdout
+    assert "public.t: different" in orders.run_here("verify", code=4).stdout
     orders.target("DROP TABLE t")
     with pytest.raises(UnknownTable):
         verified(orders)
@@ -137,7 +137,7 @@ def test_windows_that_are_told_once_closed(databases: Databases, kafka: KafkaSer
 
 @pytest.mark.thorough
 def test_a_closed_window_that_the_target_lacks(databases: Databases, kafka: KafkaServer, tmp_path: Path) -> None:
-    """What the target has to have by now is told by the watermark of its last unit, not by what it has."""
+    """The watermark of its last unit determines what the target must contain by now, not its contents."""
     watermark = {"column": "at", "delay": "1 second"}
     pipeline = TopicsPipeline(tmp_path, databases, kafka, VISITS, key=["id", "start"], watermark=watermark, sql=VALID)
     pipeline.change(sink={"mode": "changelog"})
@@ -162,15 +162,15 @@ def test_a_closed_window_that_the_target_lacks(databases: Databases, kafka: Kafk
 
 @pytest.mark.thorough
 def test_windows_that_change_are_so_in_a_changelog_beside_a_mirror() -> None:
-    """The query gives all sinks the same: what is told again adds up, and is not compared event by event."""
+    """The query gives the same to all sinks: repeated rows are summed up, and not compared event by event."""
     table = Table(1, "public", "t", (), ("id",), "d", None, (), "r", 0)
-    way = _way_of("changelog", "update", Shape(table, stateful=True, told=False))
+    way = _way_of("changelog", "update", QueryResult(table, stateful=True, has_ops=False))
     assert way is not None
     assert (way.keyed, way.closing) == (True, False)
 
 
 def test_events_up_to_the_last_truncate_are_left_out() -> None:
-    """As many as there are, in whatever order they come; but not before the record says that there was one."""
+    """They are left out whatever their number and order; but not before the record says that there was a truncate."""
     events = [("2/1", "5", "i", "5"), ("1/9", "7", "i", "1"), ("1/9", "8", "t", None), ("2/1", "4", "t", None)]
     events += [("2/0", "9", "i", "2"), ("2/1", None, "i", "6"), ("2/1", "3", "i", "3")]
     names = ("_commit_lsn", "_seq", "_op", "id")

@@ -1,4 +1,4 @@
-"""A database on a full Postgres, with ICU and citext, and tables in it as they are captured."""
+"""A database on a full Postgres, with ICU and citext, and tables in it in the form in which they are captured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from local_servers.postgres import PostgresServer
 
 @pytest.fixture(scope="module")
 def database(server_directory: Path) -> Iterator[Connection]:
-    """A database on a full Postgres, with ICU."""
+    """Return a database on a full Postgres, with ICU."""
     installed = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
     if not installed:
         pytest.fail("These tests need Postgres from the system's packages; on Debian: apt-get install postgresql.")

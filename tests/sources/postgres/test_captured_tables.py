@@ -1,4 +1,4 @@
-"""What the rules of a pipeline resolve to on a real source, and what is refused."""
+"""The tables to which the rules of a pipeline resolve on a real source, and the refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.conftest import ServerMaker, create_database, drop_database
 
 @pytest.fixture(scope="module")
 def database(source_server: PostgresServer) -> Iterator[Connection]:
-    """A database for the whole module; making one takes longer than most of these tests."""
+    """Return a database for the whole module; creating one takes longer than most of these tests."""
     create_database(source_server, "catalog")
     with connected(source_server.dsn("catalog"), writes=True) as connection:
         yield connection
@@ -33,7 +33,7 @@ def database(source_server: PostgresServer) -> Iterator[Connection]:
 
 @pytest.fixture
 def source(database: Connection) -> Iterator[Connection]:
-    """The module's database, empty but for the schema shop."""
+    """Return the module's database, empty except for the schema shop."""
     rows(database, "CREATE SCHEMA shop")
     yield database
     drop = """
@@ -311,7 +311,7 @@ def test_values_of_rows_from_before_a_column_are_those_of_the_leaves(source: Con
 def test_ddl_between_the_queries(
     source: Connection, source_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is found is of one moment, the leaves of a tree too."""
+    """All queries see one moment, which includes the leaves of a tree."""
     rows(source, PARTITIONED + "CREATE TABLE shop.t (id int PRIMARY KEY, v int)")
     before = find(source, "shop.p", "shop.t")
     real = catalog.rows
@@ -366,7 +366,7 @@ def test_a_partitioned_table_without_partitions(source: Connection) -> None:
 
 
 def test_what_resolves_can_be_published_and_written(source: Connection, make_server: ServerMaker) -> None:
-    """The promise of the refusals: no statement of the source fails because its table is captured."""
+    """This is the purpose of the refusals: no statement of the source fails because its table is captured."""
     server = make_server("18")
     with connected(server.dsn(), writes=True) as newest:
         rows(newest, "CREATE SCHEMA shop")

@@ -1,6 +1,6 @@
-"""Chunks cover the key space of any table, and all parties agree on which chunk a key falls into.
+"""Chunks cover the key space of any table, and all parties agree to which chunk a key belongs.
 
-The servers are of the system's packages, because that of the wheel has no ICU.
+The servers come from the system's packages, because the wheel's server has no ICU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NO_CONNECTION = cast(Connection, None)
 
 @pytest.fixture
 def source(database: Connection) -> Iterator[Connection]:
-    """The module's database with an empty schema shop, on Postgres with ICU."""
+    """Return the module's database with an empty schema shop, on Postgres with ICU."""
     rows(database, "CREATE SCHEMA shop")
     yield database
     rows(database, "DROP SCHEMA shop CASCADE")
@@ -53,7 +53,7 @@ def bounds(planned: Sequence[Chunk]) -> list[tuple[str, ...]]:
 
 
 def stored_keys(connection: Connection, table: Table, condition: sql.Composable | None = None) -> list[tuple[str, ...]]:
-    """Texts of the keys, those of all rows or of those that meet a condition."""
+    """Return texts of the keys, those of all rows or of those that meet a condition."""
     texts = sql.SQL(", ").join(text_of(column) for column in table.key_columns)
     query = sql.SQL("SELECT {} FROM {} WHERE ").format(texts, sql.Identifier(table.schema, table.name))
     return rows(connection, query + (condition or sql.SQL("true")))
@@ -69,7 +69,7 @@ def sizes(connection: Connection, table: Table, planned: Sequence[Chunk]) -> lis
 
 
 def check_cover(connection: Connection, table: Table, planned: Sequence[Chunk]) -> None:
-    """Every stored key lies in exactly one chunk, and the database's ``chunk_of`` says the same."""
+    """Check that every stored key is in exactly one chunk, and that the database's ``chunk_of`` agrees."""
     assert [chunk.index for chunk in planned] == list(range(len(planned)))
     assert planned[0].lower is None
     assert planned[-1].upper is None
@@ -150,7 +150,7 @@ KEYS: dict[str, list[tuple[str, str]]] = {
 def test_every_key_falls_into_exactly_one_chunk(
     source: Connection, monkeypatch: pytest.MonkeyPatch, name: str, exact: bool
 ) -> None:
-    """For keys that were there when the chunks were planned, and for keys that came later."""
+    """This covers keys that existed when the chunks were planned, and later keys."""
     rows(
         source,
         """
@@ -193,7 +193,7 @@ def test_every_key_falls_into_exactly_one_chunk(
 
 
 def test_collations_decide_and_not_code_points(source: Connection) -> None:
-    """Swedish sorts ä after z, German beside a: the same key falls into different chunks."""
+    """Swedish sorts ä after z, German next to a: the same key belongs to different chunks."""
     found = {}
     for locale in ("de", "sv", "en"):
         rows(source, f'CREATE TABLE shop.{locale} (k text COLLATE "{locale}-x-icu" PRIMARY KEY)')
@@ -246,7 +246,7 @@ def test_the_planner_does_not_believe_reltuples(source: Connection, monkeypatch:
 def test_samples_cut_a_skewed_table_into_chunks_of_similar_size(
     source: Connection, monkeypatch: pytest.MonkeyPatch, one_in: int
 ) -> None:
-    """Half of the rows have neighbouring keys, the others are spread over all the space."""
+    """Half of the rows have neighboring keys, the others are spread over the whole space."""
     rows(
         source,
         """
@@ -315,7 +315,7 @@ def test_a_key_that_outgrew_the_planned_type_is_not_cut(source: Connection) -> N
 
 
 def test_a_key_whose_domain_has_become_stricter(source: Connection) -> None:
-    """Its keys stay, and so do the bounds of the chunks."""
+    """Its keys are unchanged, and so are the bounds of the chunks."""
     rows(
         source,
         'CREATE DOMAIN shop.base AS text COLLATE "C"; CREATE DOMAIN shop.d AS shop.base;'

@@ -1,6 +1,6 @@
-"""Others lock tables of the source: rewrites, DDL that is left open. Whoever looks or commands does not wait for ever.
+"""Locks of other sessions on tables of the source: rewrites, open DDL. Checks and commands do not wait forever.
 
-The catalog can be read whatever is locked; what has to touch a table says who holds it, and a job lives on meanwhile.
+The catalog can be read whatever is locked. An operation on a table reports who holds the lock, and a job survives.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def copied(pipeline: PipelineUnderTest) -> PipelineUnderTest:
 
 
 class Query:
-    """A query of Spark's that has nothing to do."""
+    """A query of Spark that has nothing to do."""
 
     isActive = True
 
@@ -82,7 +82,7 @@ class Query:
 
 
 class Watch(threading.Thread):
-    """What watches a stream in its job: gate, budget, looks at the catalog, heartbeats."""
+    """The watches over a stream in its job: gate, budget, checks of the catalog, heartbeats."""
 
     def __init__(self, pipeline: PipelineUnderTest, monkeypatch: pytest.MonkeyPatch, until: int | None = None) -> None:
         super().__init__(daemon=True)
@@ -132,7 +132,7 @@ def test_a_look_at_the_catalog_waits_for_nobody(pipeline: PipelineUnderTest, mon
 def test_what_a_look_has_to_ask_of_a_table_is_asked_again(
     databases: Databases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server judges a condition on the rows under a lock; until it has, nobody is caught up."""
+    """The server evaluates a condition on the rows under a lock; until then, the stream does not count as caught up."""
     tables = [{"table": "public.t", "where": "id > 10"}, "public.other"]
     pipeline = copied(PipelineUnderTest(tmp_path, databases, tables, **HASTE))
     with transaction(databases.source, DDL):
@@ -221,7 +221,7 @@ def test_a_unit_that_needs_a_locked_table_stands_still(pipeline: PipelineUnderTe
 def test_keys_that_cannot_be_placed_while_their_table_is_locked(
     databases: Databases, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Their type has another name, so the table is read again as a whole; its rule is judged by the server before."""
+    """Their type has another name, so the whole table is re-read; before that, the server evaluates its rule."""
     rule = {"table": "public.t", "where": "n > 0"}
     pipeline = PipelineUnderTest(tmp_path, databases, [rule], snapshot={"chunk_rows": 3}, **HASTE)
     pipeline.source(
@@ -236,7 +236,7 @@ def test_keys_that_cannot_be_placed_while_their_table_is_locked(
     pipeline.source("ALTER TYPE public.mood RENAME TO feeling", "UPDATE public.t SET body = 'y' WHERE id = 'f'")
     with transaction(databases.source, "SELECT", "LOCK TABLE public.t") as others:
         streaming = Streaming(pipeline)
-        streaming.until(lambda: "stream stands still" in caplog.text, "the unit that waits")
+        streaming.until(lambda: "stream is blocked" in caplog.text, "the unit that waits")
         others.commit()
     query = "SELECT body FROM public.t WHERE id::text = 'f'"
     streaming.until(lambda: pipeline.target_rows(query) == [("y",)], "the re-read")

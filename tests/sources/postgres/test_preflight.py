@@ -1,4 +1,4 @@
-"""What preflight finds on real servers, and that it changes nothing."""
+"""The findings of preflight on real servers, and that it changes nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CREATE TABLE airflow_cdc.tables (pipeline text, source_table text, target_schema
 
 @pytest.fixture
 def document(databases: Databases, tmp_path: Path) -> dict[str, Any]:
-    """A pipeline file against a source with the table shop.orders."""
+    """Return a pipeline file with a source that has the table shop.orders."""
     run(databases.source, ORDERS)
     return {
         "pipeline": "shop",
@@ -57,7 +57,7 @@ def document(databases: Databases, tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def role(source_server: PostgresServer, target_server: PostgresServer, databases: Databases) -> Iterator[str]:
-    """A role that may do nothing on both servers but log in."""
+    """Create a role that can only log in on both servers."""
     for server in (source_server, target_server):
         run(server.dsn(), "CREATE ROLE clerk LOGIN")
     yield "clerk"
@@ -76,7 +76,7 @@ def as_role(dsn: str, role: str) -> str:
 
 
 def check(document: dict[str, Any], **changes: Any) -> dict[str, Finding]:
-    """Run preflight on the document with ``section__key`` replaced; the findings by their check."""
+    """Run preflight on the document with ``section__key`` replaced, and return the findings by their check."""
     changed = {key: dict(value) if isinstance(value, dict) else value for key, value in document.items()}
     for path, value in changes.items():
         section, _, key = path.partition("__")
@@ -91,7 +91,7 @@ def check(document: dict[str, Any], **changes: Any) -> dict[str, Finding]:
 
 
 def refused(findings: dict[str, Finding], check: str, kind: type[CdcError]) -> CdcError:
-    """The error of one check, which is also what ``require`` raises."""
+    """Return the error of one check, which ``require`` raises as well."""
     error = findings[check].error
     assert type(error) is kind, findings
     assert error is not None
@@ -132,7 +132,7 @@ def test_servers_that_cannot_be_reached(document: dict[str, Any]) -> None:
 
 
 def test_a_source_that_is_not_set_up(make_server: ServerMaker, document: dict[str, Any]) -> None:
-    """One run names everything, so that the server has to be restarted only once."""
+    """One run reports everything, so that the server has to be restarted only once."""
     settings = {
         "wal_level": "replica",
         "max_replication_slots": "0",
@@ -199,7 +199,7 @@ def test_tables(document: dict[str, Any], databases: Databases) -> None:
 
 
 def test_a_role_without_privileges(document: dict[str, Any], databases: Databases, role: str) -> None:
-    """Each remedy, run by an administrator, makes its check pass."""
+    """Each remedy makes its check pass if an administrator runs it."""
     document["source"]["dsn"] = as_role(databases.source, role)
     document["sink"]["dsn"] = as_role(databases.target, role)
     rule = {"table": "shop.orders", "columns": ["id", "body"], "where": "id > 0"}
@@ -225,7 +225,7 @@ READ_ONLY_LEVELS = ("SYSTEM", 'DATABASE "{}"', 'ROLE "Cd c"', 'ROLE "Cd c" IN DA
 
 
 def test_servers_that_are_read_only_by_default(document: dict[str, Any], make_server: ServerMaker) -> None:
-    """The remedy leaves the guard as it is for all others."""
+    """The remedy keeps the protection for all other roles."""
     server, names = make_server(), {"source": "Sh op", "sink": "D w"}
     run(server.dsn(), 'CREATE ROLE "Cd c" LOGIN REPLICATION')
     for side, name in names.items():
@@ -257,7 +257,7 @@ def test_a_dsn_that_makes_transactions_read_only(document: dict[str, Any], datab
     option = "?options=-c%20default_transaction_read_only%3Don"
     for side, name in (("source", "publication"), ("sink", "sink privileges")):
         error = refused(check(document, **{f"{side}__dsn": document[side]["dsn"] + option}), name, ServerNotReady)
-        assert "Take it out of the DSN" in error.solution
+        assert "Remove it from the options of the DSN" in error.solution
 
 
 def test_a_read_only_source_whose_publication_is_there(document: dict[str, Any], databases: Databases) -> None:
@@ -347,7 +347,7 @@ def test_the_statement_for_a_publication(document: dict[str, Any], databases: Da
 
 def test_rules_of_columns_and_rows_need_postgres_15(document: dict[str, Any], databases: Databases) -> None:
     class Older:
-        """A connection to a server that says it is Postgres 14."""
+        """A connection to a server that claims to be Postgres 14."""
 
         class info:
             server_version = 140011

@@ -1,4 +1,4 @@
-"""Publications that somebody else has made, with more columns than are captured."""
+"""Publications of another owner, with more columns than are captured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EVENTS = "SELECT _op::text, id, body FROM public.t WHERE _op <> 'r' ORDER BY _co
 
 
 def assert_followed(pipeline: PipelineUnderTest, *statements: str) -> None:
-    """What is published beside the captured columns makes nothing stop, and nothing be read again."""
+    """Check that columns beyond the captured ones stop nothing, and cause no re-read."""
     commands.preflight(pipeline.pipeline)
     pipeline.provision()
     pipeline.copy()
@@ -41,7 +41,7 @@ def test_columns_that_the_rule_does_not_choose(databases: Databases, tmp_path: P
 
 
 def test_a_rule_that_chooses_fewer_columns_than_before(databases: Databases, tmp_path: Path) -> None:
-    """The publication of another owner has them still, and need not be changed."""
+    """The publication of another owner still has them, and need not be changed."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"])
     name = pipeline.pipeline.source.publication
     pipeline.source(

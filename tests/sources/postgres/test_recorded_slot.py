@@ -1,4 +1,4 @@
-"""What a commit record says of its source in Postgres."""
+"""The facts about a Postgres source in a commit record."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.lsn import Lsn
-from airflow_cdc_provider.engine.postgres.server_identity import Origin
+from airflow_cdc_provider.engine.postgres.server_identity import ServerIdentity
 from airflow_cdc_provider.engine.postgres.slots import SlotIdentity
 from airflow_cdc_provider.engine.sources.postgres.recorded_slot import RecordedSlot
 
@@ -23,7 +23,7 @@ positions = st.integers(0, (1 << 64) - 1).map(Lsn)
 def test_what_is_noted_comes_back(slot: RecordedSlot) -> None:
     noted = json.loads(json.dumps({**slot.to_notes(), "source": "postgres", "mode": "mirror"}))
     assert RecordedSlot.of(noted) == slot
-    assert RecordedSlot.of(noted).origin == Origin.of(noted)
+    assert RecordedSlot.of(noted).origin == ServerIdentity.of(noted)
 
 
 def test_another_kind_of_source_has_noted_something_else() -> None:

@@ -1,4 +1,4 @@
-"""Texts of the values, as the reads of chunks select them, are those of the types' output functions."""
+"""The texts of values that the reads of chunks select are those of the types' output functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.sources.postgres.full_server import database, resolved
 
 __all__ = ["database"]
 
-# A value, and where they matter several, of every built-in type that a column can have.
+# One value, or several if they matter, of every built-in type that a column can have.
 VALUES = {
     "aclitem": ["postgres=r/postgres"],
     "bit": ["101"],
@@ -105,17 +105,18 @@ VALUES = {
 
 
 def output(connection: Connection, table: str) -> list[list[str | None]]:
-    """All rows as COPY writes them: by the types' output functions, as pgoutput does."""
+    """Return all rows as COPY writes them: with the types' output functions, like pgoutput."""
     with connection.cursor() as cursor:
         text = io.StringIO()
         cursor.copy_expert(f"COPY {table} TO STDOUT (FORMAT csv, FORCE_QUOTE *, NULL '<null>')", text)
-    # csv cannot tell a quoted <null> from a bare one; no value is that.
+    # csv cannot distinguish a quoted <null> from a bare one, and no value is one.
     return [[None if value == "<null>" else value for value in row] for row in csv.reader(io.StringIO(text.getvalue()))]
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("edition", ["system", "18"])
 def test_texts_are_those_of_the_output_functions(database: Connection, server_directory: Path, edition: str) -> None:
-    """For every built-in type, its arrays, domains over it, and types of the user's."""
+    """This covers every built-in type, its arrays, domains over it, and user-defined types."""
     if edition == "system":
         check_texts(database)
         return

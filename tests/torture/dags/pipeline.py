@@ -1,4 +1,4 @@
-"""A pipeline's steps as tasks of Airflow, which say to a file what they are and what has ended them."""
+"""The steps of a pipeline as Airflow tasks, which report their processes and errors to a file."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def say(context: Context, **what: Any) -> None:
 
 
 def note_start(context: Context) -> None:
-    """Say which process the task is, and which supervises it."""
+    """Report the process of the task, and that of its supervisor."""
     process = psutil.Process()
     say(context, task=context["ti"].task_id, pids=[process.pid, process.ppid()], born=process.create_time())
 
 
 def note_failure(context: Context) -> None:
-    """Say the engine's error: that of the job, or that of a command in this process."""
+    """Report the engine's error: that of the job, or that of a command in this process."""
     job: Any = context["task_state_store"].get("spark_job")
     submission = read(State(Pipeline.load(PIPELINE).state), job["submission"]) if job else None
     error = submission.error if submission is not None else None

@@ -1,1 +1,1 @@
-"""Delta Lake as a sink: tables that Spark writes, committed with the record's log."""
+"""Delta Lake as a sink: tables written by Spark, committed together with an entry of the log."""

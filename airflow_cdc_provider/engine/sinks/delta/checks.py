@@ -1,6 +1,6 @@
-"""What can be checked of a Delta sink, changing nothing but for a file that comes and goes.
+"""Checks a Delta sink; changes nothing except for a probe file, which is removed.
 
-Spark is started only where a target table is there that others have made, and to ask a catalog for it.
+Spark is started only to examine tables that others have created, and to ask a catalog for tables.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from airflow_cdc_provider.engine.sinks.delta.table_layout import require_apart, 
 
 
 def check(settings: DeltaSettings, sink: DeltaSink, checks: Checks, targets: Sequence[Target] | None) -> None:
-    """See :meth:`.SinkPlugin.check`."""
+    """Check the sink, and whether it can have the targets."""
 
     def writable() -> str:
         sink.root.require_create()
@@ -30,7 +30,7 @@ def check(settings: DeltaSettings, sink: DeltaSink, checks: Checks, targets: Seq
                     f"sink.partition_by: the pipeline has no table {label!r}",
                     f"Name one of: {', '.join(sorted(labels))}.",
                 )
-        return "All tables that are to be partitioned are captured."
+        return "All tables in sink.partition_by are captured."
 
     def possible() -> str:
         record = sink.record()
@@ -41,7 +41,7 @@ def check(settings: DeltaSettings, sink: DeltaSink, checks: Checks, targets: Seq
             require_possible(sink.layout, target, settings.mode)
             if sink.layout.known_as(target.schema, target.name) not in ours:
                 sink.require_usable(target)
-        return "Every table can be a Delta table, and target tables that others have made can have the rows."
+        return "Every table can be a Delta table, and existing target tables fit."
 
     if checks.run("sink", writable) is not None and targets is not None:
         checks.run("sink partitions", known)

@@ -1,9 +1,9 @@
-"""A Delta table and the statements that change it, each one commit of the table's log.
+"""A Delta table and the statements that change it; each statement is one commit of the table's log.
 
-A commit that writes rows notes the number of the step that it belongs to as the version of an application, the
-pipeline; Delta skips one whose number is not beyond what the table has noted, and refuses one that has run at the same
-time as another of the same application. So a step is done once, whoever does it how often; and an old one by a run
-that was overtaken does nothing.
+A commit that writes rows records the number of its step in the table, as the version of an application. The application
+is the pipeline. Delta skips a commit whose number is not greater than the recorded one, and refuses a commit that runs
+concurrently with another one of the same application. So a step is applied once, however many processes try it and
+however often. A late commit of an overtaken run does nothing.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ from airflow_cdc_provider.engine.sinks.delta.table_layout import (
     sql_type,
     table_columns,
 )
-from airflow_cdc_provider.engine.sinks.delta.table_work import Alteration, Part, TableWork
-from airflow_cdc_provider.engine.sinks.lake.storage import Place
+from airflow_cdc_provider.engine.sinks.delta.table_work import Alteration, StagedFiles, TableWork
+from airflow_cdc_provider.engine.sinks.lake.storage import Storage
 
 LOG = "_delta_log"
-"""The folder of a table's log."""
+"""The directory of a table's log."""
 
 _APPLICATION = "spark.databricks.delta.write.txnAppId"
 _VERSION = "spark.databricks.delta.write.txnVersion"
-# A statement's number must not be that of the next one in the session.
+# A statement's number must not carry over to the next statement of the session.
 _RESET = "spark.databricks.delta.write.txnVersion.autoReset.enabled"
 
 _COMMIT = re.compile(r"\d{20}\.(json|checkpoint\..+)")
-"""Files of a table's log without which there is no table: the folder is made first."""
+"""Files of a table's log. Without one of them there is no table, because the directory is created first."""
 
 
 @dataclass(frozen=True)
 class DeltaTable:
     """A target table.
 
-    :param spark: a session that nobody else uses.
-    :param home: where staged files are.
+    :param spark: a session that is used for nothing else.
+    :param home: the directory of staged files.
     """
 
     spark: SparkSession
     layout: Layout
     target: Target
     mode: Mode
-    home: Place
+    home: Storage
 
     @cached_property
     def _name(self) -> str:
@@ -73,17 +73,17 @@ class DeltaTable:
 
     @property
     def key(self) -> list[int]:
-        """Numbers of the key's columns."""
+        """Return the numbers of the key's columns."""
         return [self._columns.index(name) for name in self.target.table.key]
 
     def exists(self) -> bool:
-        """Whether the table is there."""
+        """Return whether the table exists."""
         if self.layout.catalog is not None:
             return self.spark.catalog.tableExists(self._name)
         return has_log(self.layout, self.target)
 
     def create(self) -> None:
-        """Create the table, empty, unless it is there."""
+        """Create the table, empty, unless it exists."""
         if self.layout.catalog is not None:
             self.spark.sql(f"CREATE SCHEMA IF NOT EXISTS {quoted(self.layout.catalog)}.{quoted(self.target.schema)}")
         columns = ", ".join(f"{quoted(n)} {kind}" for n, kind in table_columns(self.target, self.mode).items())
@@ -96,24 +96,24 @@ class DeltaTable:
         )
 
     def read(self) -> DataFrame:
-        """Its rows, as they are now."""
+        """Return the current rows."""
         return self.spark.table(self._name)
 
     def columns(self) -> dict[str, str]:
-        """Names and types of the columns that it has."""
+        """Return names and types of the table's columns."""
         return {field.name: field.dataType.simpleString().upper() for field in self.read().schema}
 
     def schema(self) -> StructType:
-        """Its columns as its log has them: readers are not told which ones are generated.
+        """Return the columns as in the table's log, which marks generated columns; readers cannot see that.
 
-        :raises ForeignTable: when it is a catalog's, and not of Delta.
+        :raises ForeignTable: when the table is in a catalog and not a Delta table.
         """
         (detail,) = self.spark.sql(f"DESCRIBE DETAIL {self._name}").collect()
         if detail["format"] != "delta":
             name = f"{self.target.schema}.{self.target.name}"
             raise ForeignTable(
-                f"the target table {name} exists, and is of {detail['format']}, not Delta",
-                "Drop the table, so that it is created as it has to be, or give the pipeline another target schema"
+                f"the target table {name} exists, but has the format {detail['format']} instead of Delta",
+                "Drop the table, so that it is created correctly, or give the pipeline another target schema"
                 " (`sink.schema`).",
             )
         of_delta = self.spark._jvm.org.apache.spark.sql.delta  # type: ignore[union-attr]
@@ -121,21 +121,21 @@ class DeltaTable:
         return StructType.fromJson(json.loads(log.unsafeVolatileSnapshot().metadata().schemaString()))
 
     def properties(self) -> dict[str, str]:
-        """Its properties."""
+        """Return the properties of the table."""
         return {row["key"]: row["value"] for row in self.spark.sql(f"SHOW TBLPROPERTIES {self._name}").collect()}
 
     def empty(self) -> bool:
-        """Whether it has no rows."""
+        """Return whether the table has no rows."""
         return self.read().isEmpty()
 
     # -- writing ------------------------------------------------------------------------------------
 
     def write(self, work: TableWork, application: str, number: int, is_open: Callable[[], bool]) -> None:
-        """Do what a step says, but for what is done already.
+        """Apply the work of a step, except for the parts that are applied already.
 
-        :param application: under which the table notes the step.
-        :param number: of the step.
-        :param is_open: tells whether the step is still to be done. Alterations note no number.
+        :param application: the application under which the table records the step.
+        :param number: number of the step.
+        :param is_open: returns whether the step still has to be done; alterations do not record a number.
         """
         if (work.create or work.alterations) and not is_open():
             return
@@ -165,7 +165,7 @@ class DeltaTable:
             self.spark.sql(f"DELETE FROM {self._name}")
             return
         effects = self.effects([part.files for part in work.parts])
-        # Minus zero and zero are two texts, and one key.
+        # Minus zero and zero are different texts, but equal keys.
         several = len(effects) > 1 or any(
             pa.types.is_floating(arrow_type(column)) for column in self.target.table.key_columns
         )
@@ -188,7 +188,7 @@ class DeltaTable:
         self.spark.sql(f"INSERT INTO {self._name} ({columns}) SELECT {columns} FROM rows")
 
     def _replace(self, work: TableWork) -> None:
-        """All rows go, and columns that the source does not have, in the commit that brings the new rows."""
+        """Replace all rows, and remove columns that the source lacks, in the same commit."""
         writer = self._rows(work.parts).write.format("delta").mode("overwrite").option("overwriteSchema", "true")
         if partitions := self.layout.partitions(self.target):
             writer = writer.partitionBy(*partitions)
@@ -198,7 +198,7 @@ class DeltaTable:
             writer.saveAsTable(self._name)
 
     def _fill(self, values: Mapping[str, str]) -> None:
-        """Give columns a value in all rows that were there; in a changelog not in those that have no values."""
+        """Fill columns with a value in all existing rows; in a changelog, except in events without values."""
         kinds = {column.name: arrow_type(column) for column in self.target.table.columns}
         assignments = ", ".join(f"{quoted(name)} = {_literal(text, kinds[name])}" for name, text in values.items())
         where = " WHERE _op NOT IN ('d', 't')" if self.mode == "changelog" else ""
@@ -222,7 +222,7 @@ class DeltaTable:
             self._change(f"ALTER COLUMN {quoted(name)} TYPE {to}")
 
     def _allow_types(self) -> None:
-        """Let a table have a type that it does not have yet, as Delta does by itself when a table is made."""
+        """Enable a type that the table does not support yet; Delta does this automatically when a table is created."""
         wanted, present = (set(columns.values()) for columns in (table_columns(self.target, self.mode), self.columns()))
         if "TIMESTAMP_NTZ" in wanted - present:
             self._change("SET TBLPROPERTIES ('delta.feature.timestampNtz' = 'supported')")
@@ -233,7 +233,7 @@ class DeltaTable:
     # -- staged files -------------------------------------------------------------------------------
 
     def effects(self, files: Iterable[Sequence[str]]) -> list[DataFrame]:
-        """Staged effects."""
+        """Return staged effects."""
         return [self._staged(each, effect_schema(self.target.table)) for each in files]
 
     @property
@@ -241,17 +241,17 @@ class DeltaTable:
         events = [f"_{name}" for name in EVENT_COLUMNS] if self.mode == "changelog" else []
         return self._columns + events
 
-    def _rows(self, parts: Sequence[Part]) -> DataFrame:
-        """Staged rows or events, under the columns' names; what a part does not have is in its constants."""
+    def _rows(self, parts: Sequence[StagedFiles]) -> DataFrame:
+        """Return staged rows or events under the columns' names; the constants of a part supply missing values."""
         return reduce(DataFrame.unionByName, map(self._part, parts))
 
-    def _part(self, part: Part) -> DataFrame:
+    def _part(self, part: StagedFiles) -> DataFrame:
         table = self.target.table
         names = {f"c{i}": name for i, name in enumerate(self._columns)}
         if self.mode == "mirror":
             staged = self._staged(part.files, row_schema(table))
             return staged.select(*(f.col(c).alias(name) for c, name in names.items()))
-        # Rows that were read have none of an event's columns in their files.
+        # Files of rows that were read lack an event's columns.
         events = self._staged(part.files, event_schema(table))
         kinds = {name: sql_type(kind) for name, kind in EVENT_COLUMNS.items()}
         constants = {
@@ -265,14 +265,14 @@ class DeltaTable:
         )
 
     def _staged(self, files: Sequence[str], schema: pa.Schema) -> DataFrame:
-        """Files as they were written; columns that they do not have are null."""
+        """Return the rows of staged files; missing columns are null."""
         paths = [location(self.home / name) for name in files]
         types = ", ".join(f"{field.name} {sql_type(field.type)}" for field in schema)
         return self.spark.read.schema(types).parquet(*paths)
 
 
 def has_log(layout: Layout, target: Target) -> bool:
-    """Whether a path table is there, and not only begun."""
+    """Return whether a path table exists with at least one log entry."""
     return any(map(_COMMIT.fullmatch, (layout.place(target) / LOG).names()))
 
 
@@ -281,7 +281,7 @@ def _text(value: str) -> str:
 
 
 def _literal(text: str, kind: pa.DataType) -> str:
-    """A value that Postgres writes so."""
+    """Return a value in the text format of Postgres as an SQL expression."""
     if pa.types.is_large_binary(kind):
         return f"unhex({_text(text[2:])})"
     return f"CAST({_text(text)} AS {sql_type(kind)})"

@@ -1,8 +1,8 @@
-"""What Delta tables need from time to time: small files are joined, and those that no version in reach has are removed.
+"""Maintains Delta tables: joins small files, and removes files that no retained version needs.
 
-A stream may go on meanwhile. Joining files and merging rows may want the same files: one of the two commits then fails,
-and is done again on what the other has left; rows are never lost. Removing files is of no concern to the stream, but to
-readers of versions that are older than the time that is retained.
+The stream can run meanwhile. If joining files and merging rows touch the same files, one of the two commits fails and
+is repeated on the result of the other; rows are never lost. Removed files do not affect the stream, only readers of
+versions older than the retention.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from airflow_cdc_provider.engine.core.errors import GateClosed, TargetConflict
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
-from airflow_cdc_provider.engine.sinks.delta.spark_errors import SPARK_ERRORS, first_line, insistently, session
+from airflow_cdc_provider.engine.sinks.delta.spark_errors import SPARK_ERRORS, first_line, retry_on_conflict, session
 
 RETAINED_HOURS = 168.0
-"""A week, less than which Delta refuses."""
+"""One week; Delta refuses less."""
 
 
 @dataclass(frozen=True)
-class Maintained:
-    """What was done to a table.
+class MaintainedTable:
+    """The result for a table.
 
     :param table: label of the source table.
-    :param added: files that others were joined into.
-    :param removed: files that were joined.
+    :param added: number of files written.
+    :param removed: number of files that were joined.
     """
 
     table: str
@@ -33,13 +33,15 @@ class Maintained:
     removed: int
 
 
-def maintain(sink: DeltaSink, tables: Collection[str] = (), retained_hours: float = RETAINED_HOURS) -> list[Maintained]:
-    """Join the small files of a pipeline's target tables, then remove files that are out of reach.
+def maintain(
+    sink: DeltaSink, tables: Collection[str] = (), retained_hours: float = RETAINED_HOURS
+) -> list[MaintainedTable]:
+    """Join the small files of a pipeline's target tables, then remove files beyond the retention.
 
-    :param tables: labels of source tables; all of the pipeline's by default.
-    :param retained_hours: how far back versions can be read afterwards. Delta refuses less than a week, or than the
-        table's property ``delta.deletedFileRetentionDuration`` says.
-    :returns: in the order of the record.
+    :param tables: labels of source tables; by default all tables of the pipeline.
+    :param retained_hours: hours for which old versions stay readable. Delta refuses less than a week, or less than the
+        table property ``delta.deletedFileRetentionDuration``.
+    :returns: results in the order of the record.
     :raises GateClosed: when the pipeline has no commit record.
     :raises TargetConflict: when Delta refuses.
     """
@@ -47,21 +49,21 @@ def maintain(sink: DeltaSink, tables: Collection[str] = (), retained_hours: floa
     if record is None:
         raise GateClosed(f"pipeline {sink.pipeline} has no commit record", "Run `airflow-cdc provision` first.")
     chosen = [target for target in record.targets if not tables or target.table.label in tables]
-    return [_maintained(sink, target, retained_hours) for target in chosen if sink.is_there(target)]
+    return [_maintain_table(sink, target, retained_hours) for target in chosen if sink.is_there(target)]
 
 
-def _maintained(sink: DeltaSink, target: Target, retained_hours: float) -> Maintained:
+def _maintain_table(sink: DeltaSink, target: Target, retained_hours: float) -> MaintainedTable:
     spark, name = session(dict(sink.conf)), sink.layout.sql_name(target)
-    # VACUUM lists folders in so many tasks: ten thousand by default, however few there are.
+    # VACUUM lists directories in this many tasks; the default is ten thousand, even for few directories.
     spark.conf.set(
         "spark.sql.sources.parallelPartitionDiscovery.parallelism", 4 * spark.sparkContext.defaultParallelism
     )
     try:
-        metrics = insistently(lambda: spark.sql(f"OPTIMIZE {name}").select("metrics.*").collect())[0]
-        insistently(lambda: spark.sql(f"VACUUM {name} RETAIN {retained_hours:g} HOURS").collect())
+        metrics = retry_on_conflict(lambda: spark.sql(f"OPTIMIZE {name}").select("metrics.*").collect())[0]
+        retry_on_conflict(lambda: spark.sql(f"VACUUM {name} RETAIN {retained_hours:g} HOURS").collect())
     except SPARK_ERRORS as e:
         raise TargetConflict(
             f"{target.schema}.{target.name} could not be maintained: {first_line(e)}",
-            "Nothing of its rows has changed. Try again, with a longer retention if that is what it says.",
+            "Its rows have not changed. Try again; if Delta refuses the retention, use a longer one.",
         ) from e
-    return Maintained(target.table.label, metrics["numFilesAdded"], metrics["numFilesRemoved"])
+    return MaintainedTable(target.table.label, metrics["numFilesAdded"], metrics["numFilesRemoved"])

@@ -1,9 +1,9 @@
-"""The net effect of several pieces on a mirror, as Spark works it out: one row a key, so that one MERGE applies a unit.
+"""Computes the net effect of several pieces on a mirror with Spark: one row per key, so that one MERGE applies a unit.
 
-Pieces come in order, each with one row a key. What a later piece says of a key replaces what earlier ones said. A value
-that was not sent is that of its row's past: of an earlier piece, where that has the row at the key from which it came,
-its *origin*; otherwise of the table. So a piece's missing values are looked up among the net effect of those before
-it, of which the values may be missing, too, with an origin of their own.
+Pieces are ordered, each with one row per key. A later row of a key replaces earlier ones. A value that was not sent is
+the value of the row's earlier state. That state is in an earlier piece, if that has the row under the key from which it
+came (its *origin*), and otherwise in the table. So missing values of a piece are looked up in the net effect of the
+pieces before it. Values may be missing there too, with another origin.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pyspark.sql import functions as f
 from airflow_cdc_provider.engine.core.effect import ERASED, MISSING
 
 UNKNOWN = "unknown"
-"""Whether values of a row are nowhere."""
+"""Whether values of a row are missing everywhere."""
 
 
 def latest(pieces: Sequence[DataFrame], key: Sequence[int]) -> DataFrame:
-    """The last row of each key; a piece erases before it writes.
+    """Return the last row of each key; within a piece, erasures come before rows.
 
     :param pieces: effects in order.
     :param key: numbers of the key's columns.
@@ -33,9 +33,9 @@ def latest(pieces: Sequence[DataFrame], key: Sequence[int]) -> DataFrame:
 
 
 def folded(pieces: Sequence[DataFrame], key: Sequence[int], width: int) -> DataFrame:
-    """The net effect of pieces with values that were not sent: these are missing from it only if no piece has them.
+    """Return the net effect of pieces with values that were not sent; a value stays missing only if no piece has it.
 
-    :param width: how many columns there are.
+    :param width: number of columns.
     """
     first, *others = (latest([piece], key) for piece in pieces)
     result = first
@@ -45,7 +45,7 @@ def folded(pieces: Sequence[DataFrame], key: Sequence[int], width: int) -> DataF
 
 
 def _resolved(piece: DataFrame, before: DataFrame, key: Sequence[int], width: int) -> DataFrame:
-    """A piece with the values that the net effect before it has."""
+    """Return a piece, completed with values of the net effect before it."""
     p, b = piece.alias("p"), before.alias("b")
     joined = p.join(b, _same("p.o", range(len(key)), "b.c", key), "left")
     known = f.col(f"b.{ERASED}").isNotNull()
@@ -59,8 +59,8 @@ def _resolved(piece: DataFrame, before: DataFrame, key: Sequence[int], width: in
     left = f.when(f.size(left) > 0, left)
 
     def origin(n: int) -> Column:
-        told = f.when(gone, None).when(known, f.col(f"b.o{n}")).otherwise(f.col(f"p.o{n}"))
-        return f.when(left.isNotNull(), told)
+        value = f.when(gone, None).when(known, f.col(f"b.o{n}")).otherwise(f.col(f"p.o{n}"))
+        return f.when(left.isNotNull(), value)
 
     return joined.select(
         f.col(f"p.{ERASED}"),
@@ -71,10 +71,10 @@ def _resolved(piece: DataFrame, before: DataFrame, key: Sequence[int], width: in
 
 
 def filled(net: DataFrame, table: DataFrame | None, names: Sequence[str], key: Sequence[int]) -> DataFrame:
-    """The net effect with the values that the table has at the origins; ``unknown`` where there is no such row.
+    """Return the net effect, completed with the table's values at the origins; ``unknown`` if there is no such row.
 
-    :param table: the target, ``None`` when it is emptied first.
-    :param names: of the columns.
+    :param table: the target; ``None`` if it is emptied first.
+    :param names: names of the columns.
     """
     lacking = f.col(f"n.{MISSING}").isNotNull()
     if table is None:

@@ -1,4 +1,4 @@
-"""What stands in the way of rows in a Delta table that others have made. Pure decisions."""
+"""Finds reasons why an existing Delta table cannot have the rows. Pure decisions."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from airflow_cdc_provider.engine.sinks.delta.table_layout import table_columns
 _BOUNDED = "__CHAR_VARCHAR_TYPE_STRING"
 _GENERATED = frozenset({"delta.generationExpression", "delta.identity.start"})
 _FILLED = _GENERATED | {"CURRENT_DEFAULT"}
-# Of a changelog's columns, those that every event has.
+# The columns of a changelog that every event fills.
 _ALWAYS = frozenset({"_op", "_commit_lsn"})
 
 
 def obstacles(target: Target, mode: Mode, schema: t.StructType, properties: Mapping[str, str]) -> list[str]:
-    """Return what a table would refuse of the rows, or not keep as it is: phrases, each about a column or a property.
+    """Return what the table would refuse or change: phrases, each about a column or a property.
 
-    :param schema: of the table, as its log has it.
-    :param properties: of the table.
+    :param schema: the table's schema, as in its log.
+    :param properties: properties of the table.
     """
     columns = {field.name.lower(): field for field in schema}
     row = "row" if mode == "mirror" else "event"
@@ -32,18 +32,18 @@ def obstacles(target: Target, mode: Mode, schema: t.StructType, properties: Mapp
             found.append(f"it has no column {name} {wanted}")
             continue
         if (kind := _type(field)) != wanted:
-            found.append(f"{name} is {kind} and has to be {wanted}")
+            found.append(f"{name} is {kind} but must be {wanted}")
         if _GENERATED & field.metadata.keys():
             found.append(f"{name} is generated")
         if not field.nullable and name not in filled:
-            found.append(f"{name} is NOT NULL, and not every {row} has a value there")
+            found.append(f"{name} is NOT NULL, but not every {row} has a value for it")
     found += [
-        f"{name} is NOT NULL, and no {row} has such a column"
+        f"{name} is NOT NULL, but no {row} has such a column"
         for name, field in columns.items()
         if not (field.nullable or _FILLED & field.metadata.keys())
     ]
     if mode == "mirror" and properties.get("delta.appendOnly", "").lower() == "true":
-        found.append("delta.appendOnly is true, and rows of a mirror are changed and deleted")
+        found.append("delta.appendOnly is true, but a mirror changes and deletes rows")
     return found
 
 

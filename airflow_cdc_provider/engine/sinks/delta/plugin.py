@@ -1,4 +1,4 @@
-"""Delta Lake as a kind of sinks: opened, checked, maintained."""
+"""The plugin for Delta Lake sinks."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 class DeltaPlugin:
-    """See :class:`.SinkPlugin`."""
+    """The plugin for Delta Lake sinks."""
 
     settings = DeltaSettings
 
     def open(self, settings: DeltaSettings, pipeline: str, part: str = "") -> DeltaSink:
-        """See :meth:`.SinkPlugin.open`."""
+        """Open the sink of a pipeline."""
         from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
         from airflow_cdc_provider.engine.sinks.delta.table_layout import Layout
-        from airflow_cdc_provider.engine.sinks.lake.storage import Place
+        from airflow_cdc_provider.engine.sinks.lake.storage import Storage
 
-        root = Place(settings.path)
+        root = Storage(settings.path)
         layout = Layout(root, settings.catalog, settings.partition_by, settings.table_properties)
 
         return DeltaSink(root, pipeline, settings.mode, layout, settings.spark or tuple(settings.spark_conf.items()))
@@ -39,13 +39,13 @@ class DeltaPlugin:
         targets: Sequence[Target] | None,
         source: SourceIdentity | None,
     ) -> None:
-        """See :meth:`.SinkPlugin.check`."""
+        """Check the sink, and whether it can have the targets."""
         from airflow_cdc_provider.engine.sinks.delta.checks import check
 
         check(settings, self.open(settings, pipeline), checks, targets)
 
     def maintain(self, settings: DeltaSettings, pipeline: str, retention: float | None) -> Sequence[Mapping[str, Any]]:
-        """See :meth:`.Maintained.maintain`: by ``OPTIMIZE`` and ``VACUUM``."""
+        """Run ``OPTIMIZE`` and ``VACUUM`` on the target tables."""
         from airflow_cdc_provider.engine.sinks.delta.maintenance import RETAINED_HOURS, maintain
 
         hours = RETAINED_HOURS if retention is None else retention / 3600

@@ -1,12 +1,13 @@
-"""Rows that a Delta sink gets from the source's tables: chunks of a snapshot, and re-reads."""
+"""Writes rows read from the source's tables to a Delta sink: chunks of a snapshot, and re-reads."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,33 +18,34 @@ from airflow_cdc_provider.engine.core.errors import ConfigError, StagingLost
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import parse_lsn
 from airflow_cdc_provider.engine.core.record import Target, Watermark
-from airflow_cdc_provider.engine.postgres.server_identity import Origin
+from airflow_cdc_provider.engine.core.source_rows import SourceRows
+from airflow_cdc_provider.engine.postgres.server_identity import ServerIdentity
 from airflow_cdc_provider.engine.postgres.typed_values import arrow_type, to_texts
 from airflow_cdc_provider.engine.sinks.delta import staging_files
 from airflow_cdc_provider.engine.sinks.delta.record import Decided, DeltaRecord
 from airflow_cdc_provider.engine.sinks.delta.spark_errors import (
     SPARK_ERRORS,
+    examination_failure,
+    examining_tables,
     first_line,
     is_one_of,
-    looking,
-    not_looked_at,
 )
 from airflow_cdc_provider.engine.sinks.delta.table_layout import quoted, require_possible
-from airflow_cdc_provider.engine.sinks.delta.table_work import Part, TableWork, is_made, joined
+from airflow_cdc_provider.engine.sinks.delta.table_work import StagedFiles, TableWork, is_made, joined
 from airflow_cdc_provider.engine.sinks.record_log import record_contents
-from airflow_cdc_provider.engine.sinks.record_log.read_position import room_at
+from airflow_cdc_provider.engine.sinks.record_log.read_position import read_position
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change, Contents
 from airflow_cdc_provider.engine.sinks.staged import CopiedChunk
 
 _CHUNKS_AT_ONCE = 64
-"""So many chunks are committed together at most, so that no commit takes very long."""
+"""Maximum number of chunks that are committed together, so that no commit takes very long."""
 
 
 @dataclass(frozen=True)
 class WrittenChunk:
     """A chunk that waits for its commit.
 
-    :param file: its rows, below the pipeline's folder.
+    :param file: file of its rows, below the pipeline's directory.
     """
 
     file: str
@@ -53,30 +55,29 @@ class WrittenChunk:
 
 @dataclass(frozen=True)
 class DeltaReads(DeltaRecord):
-    """The part of a Delta sink that takes rows which were read."""
+    """The part of a Delta sink that writes rows read from the source."""
 
     def write_chunk(
         self,
         epoch: int,
         target: Target,
         chunk: Chunk,
-        origin: Origin,
-        batches: Iterator[pa.RecordBatch],
-        finish: Callable[[], Watermark],
+        origin: ServerIdentity,
+        rows: SourceRows,
     ) -> WrittenChunk | None:
-        """See :meth:`.contract.Sink.write_chunk`."""
+        """Stage the rows of a chunk in a file."""
         if not self._is_open(self._contents(epoch), chunk, origin):
             return None
         file = f"staging/chunks/{epoch}/{uuid.uuid4().hex}.parquet"
         failpoint("before-chunk-staged")
-        rows = self._write_rows(file, target, batches)
+        count = self._write_rows(file, target, rows.batches())
         failpoint("after-chunk-staged")
-        watermark = finish()
+        watermark = rows.finish()
         failpoint("before-chunk-prepared")
-        return WrittenChunk(file, rows, watermark)
+        return WrittenChunk(file, count, watermark)
 
     def commit_chunks(self, epoch: int, copied: Sequence[CopiedChunk]) -> Sequence[int | None]:
-        """See :meth:`.contract.Sink.commit_chunks`: in one commit of each table, or few."""
+        """Commit chunks together, with one or few commits per table."""
         groups = (copied[n : n + _CHUNKS_AT_ONCE] for n in range(0, len(copied), _CHUNKS_AT_ONCE))
         return [rows for group in groups for rows in self._commit_together(epoch, group)]
 
@@ -112,18 +113,18 @@ class DeltaReads(DeltaRecord):
         return [each.written.rows if committed and each in chosen else None for each in copied]
 
     def _check_staged(self, label: str, file: str, rows: int) -> None:
-        """Look, before anything is decided for it, whether the driver finds what an executor has staged."""
+        """Require that the driver finds the file that an executor has staged, before anything is decided."""
         found = staging_files.staged_rows(self._home, file)
         if found != rows:
             raise StagingLost(
                 f"{rows} rows were staged for {label} in {self._home.location(file)},"
-                f" {'which is gone' if found is None else f'{found} are there'}",
-                "Start again: they are staged anew. A path has to be the same folder on the driver and on all"
-                " executors.",
+                f" {'which does not exist' if found is None else f'which has {found}'}",
+                "Start again: the rows are staged again. Make sure that the path is the same directory on the driver"
+                " and on all executors.",
             )
 
     def _chunk_work(self, contents: Contents, copied: CopiedChunk, removals: str | None) -> TableWork:
-        """What a chunk is to its table; one without bounds takes the place of all rows.
+        """Return the work of a chunk on its table; a chunk without bounds replaces all rows.
 
         :param removals: as for :meth:`_events`.
         """
@@ -134,18 +135,17 @@ class DeltaReads(DeltaRecord):
             self._require_there(target)
         if self.mode == "changelog":
             return TableWork(label, "append", self._events(contents, target, removals, file), create=create)
-        return TableWork(label, "replace" if whole else "append", (Part((file,)),), create=create)
+        return TableWork(label, "replace" if whole else "append", (StagedFiles((file,)),), create=create)
 
     def replace(
         self,
         epoch: int,
         target: Target,
         keys: frozenset[tuple[str, ...]] | None,
-        batches: Iterator[pa.RecordBatch],
-        finish: Callable[[], Watermark],
+        rows: SourceRows,
         before: Target | None,
     ) -> int:
-        """See :meth:`.contract.Sink.replace`."""
+        """Commit a re-read: rows that were read replace those with the same keys, or all rows."""
         contents = self._contents(epoch)
         label = target.table.label
         if before is None:
@@ -156,20 +156,21 @@ class DeltaReads(DeltaRecord):
         if self.mode == "changelog":
             removals = self._stage_removals(epoch, target, keys)
         if keys is not None:
-            batches = (self._only_members(target, keys, batch) for batch in batches)
+            rows = rows.changed(partial(self._only_members, target, keys))
+        batches = rows.batches()
         if keys is not None and self.mode == "mirror":
             table = target.table
             typed = (staging_files.written(table, staging_files.typed_rows(table, batch)) for batch in batches)
-            rows = staging_files.write(self._home, file, staging_files.effect_schema(table), typed)
+            count = staging_files.write(self._home, file, staging_files.effect_schema(table), typed)
             gone = f"staging/units/{epoch}/{uuid.uuid4().hex}.parquet"
             staging_files.write(
                 self._home, gone, staging_files.effect_schema(table), [staging_files.erasures(table, sorted(keys))]
             )
-            parts: tuple[Part, ...] = (Part((gone,)), Part((file,)))
+            parts: tuple[StagedFiles, ...] = (StagedFiles((gone,)), StagedFiles((file,)))
         else:
-            rows = self._write_rows(file, target, batches)
-            parts = (Part((file,)),)
-        watermark = finish()
+            count = self._write_rows(file, target, batches)
+            parts = (StagedFiles((file,)),)
+        watermark = rows.finish()
 
         def decide(contents: Contents) -> Decided:
             failpoint("before-reread-commit")
@@ -188,20 +189,20 @@ class DeltaReads(DeltaRecord):
                 )
             elif keys is None:
                 work = TableWork(label, "replace", parts, create=True, target=target)
-            return [work], record_contents.reread(contents, target, keys, watermark, rows)
+            return [work], record_contents.reread(contents, target, keys, watermark, count)
 
         self._commit(epoch, f"{label} read again", decide)
         failpoint("after-reread-commit")
-        return rows
+        return count
 
     def check_condition(self, target: Target, where: str) -> None:
-        """See :meth:`.contract.Sink.check_condition`; in a changelog rows are found by the source's keys alone."""
+        """Check a condition on a mirror's rows; in a changelog, only the source's keys are used."""
         if self.mode == "mirror":
             with self._matching(target, where):
                 pass
 
     def matching_keys(self, target: Target, where: str) -> frozenset[tuple[str, ...]]:
-        """See :meth:`.contract.Sink.matching_keys`."""
+        """Return the keys of a mirror's rows that match a condition."""
         if self.mode == "changelog":
             return frozenset()
         with self._matching(target, where) as found:
@@ -209,24 +210,24 @@ class DeltaReads(DeltaRecord):
 
     @contextmanager
     def _matching(self, target: Target, where: str) -> Iterator[Any]:
-        """The keys of the rows under a condition, which may also fail on the value of one of them."""
-        with looking():
+        """Yield the keys of the rows that match a condition; the condition may also fail on a value."""
+        with examining_tables():
             rows = self._table(target).read()
         try:
             yield rows.where(where).select(*map(quoted, target.table.key))
         except SPARK_ERRORS as e:
             if is_one_of(["FAILED_READ_FILE"], e):
-                raise not_looked_at(e) from e
+                raise examination_failure(e) from e
             raise ConfigError(
-                f"--where {where!r} is not a condition that Spark can tell of rows of {target.schema}.{target.name}:"
-                f" {first_line(e)}",
-                "Give an SQL condition that Postgres and Spark both understand, or leave --where out.",
+                f"--where {where!r} is not a condition that Spark can evaluate on rows of"
+                f" {target.schema}.{target.name}: {first_line(e)}",
+                "Give an SQL condition that Postgres and Spark both understand, or omit `--where`.",
             ) from e
 
     def members(
         self, target: Target, members: Sequence[tuple[str, ...]], keys: Sequence[pa.Array]
     ) -> Sequence[tuple[int, int]]:
-        """See :meth:`.contract.Sink.members`: keys are one if their values are; minus zero has another text."""
+        """Match keys against the keys of re-reads by value; only minus zero differs in its text."""
         kinds = [arrow_type(column) for column in target.table.key_columns]
 
         def normal(texts: Sequence[str]) -> tuple[str, ...]:
@@ -240,7 +241,7 @@ class DeltaReads(DeltaRecord):
         return [(n, place) for n, key in enumerate(asked) for place in places.get(key, ())]
 
     def _only_members(self, target: Target, keys: frozenset[tuple[str, ...]], batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Leave out rows that the source has found under another text of a key, which is another key here."""
+        """Remove rows that the source has found under another text of a key, because that is another key here."""
         names = [column.name for column in target.table.columns]
         found = np.zeros(batch.num_rows, dtype=bool)
         columns = [batch.column(names.index(name)) for name in target.table.key]
@@ -257,25 +258,25 @@ class DeltaReads(DeltaRecord):
         staging_files.write(self._home, file, staging_files.event_schema(target.table), [events])
         return file
 
-    def _events(self, contents: Contents, target: Target, removals: str | None, file: str) -> tuple[Part, ...]:
-        """The events of rows that were read: at the applied LSN, after all that was read at the same LSN before.
+    def _events(self, contents: Contents, target: Target, removals: str | None, file: str) -> tuple[StagedFiles, ...]:
+        """Return the events of rows that were read, at the applied LSN, after earlier reads at the same LSN.
 
-        :param removals: events that come before them, unless the changelog is empty.
+        :param removals: file of events before them, used unless the changelog is empty.
         """
         applied, table = parse_lsn(contents["head"]["applied"]), self._table(target)
         last, replacing = None, removals is not None and table.exists() and not table.empty()
         if replacing:
             found = table.read().where(f"_commit_lsn = {applied} AND _seq < 1").selectExpr("max(_seq)").first()
             last = found[0] if found is not None else None
-        room = room_at(applied, last, replacing)
-        rows = Part((file,), {"op": "r", "commit_lsn": applied, "seq": room.seq})
-        if removals is None or room.marker is None:
+        position = read_position(applied, last, replacing)
+        rows = StagedFiles((file,), {"op": "r", "commit_lsn": applied, "seq": position.seq})
+        if removals is None or position.marker is None:
             return (rows,)
         now = int(time.time() * 1_000_000)
-        return Part((removals,), {"commit_lsn": applied, "seq": room.marker, "commit_ts": now}), rows
+        return StagedFiles((removals,), {"commit_lsn": applied, "seq": position.marker, "commit_ts": now}), rows
 
 
 def key_texts(found: pa.Table) -> frozenset[tuple[str, ...]]:
-    """The keys in the rows of a table, as texts."""
+    """Return the keys in the rows of a table, as texts."""
     columns = [to_texts(column.combine_chunks()).to_pylist() for column in found.columns]
     return frozenset(zip(*columns, strict=True))

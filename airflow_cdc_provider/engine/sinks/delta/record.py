@@ -1,4 +1,4 @@
-"""What a Delta sink keeps beside its rows: its target tables, and the log's entries, which it carries out at them."""
+"""The record of a Delta sink: keeps its target tables, and applies the log's entries to them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from airflow_cdc_provider.engine.sinks.delta.obstacles import obstacles
 from airflow_cdc_provider.engine.sinks.delta.spark_errors import (
     BEGUN,
     SPARK_ERRORS,
+    examining_tables,
     first_line,
-    insistently,
     is_one_of,
-    looking,
+    is_refused_by_table,
+    retry_on_conflict,
     session,
-    stands_in_the_way,
 )
 from airflow_cdc_provider.engine.sinks.delta.table_definition import Plan, Present, plan
 from airflow_cdc_provider.engine.sinks.delta.table_layout import Layout, location, require_apart, require_possible
@@ -36,31 +36,31 @@ from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change,
 log = logging.getLogger(__name__)
 
 Decided = tuple[Sequence[TableWork], Change]
-"""What is to be done to tables, and what the record says when that has been done."""
+"""The work on tables, and the change of the record when that has been done."""
 
 _TABLES_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
 class DeltaRecord(LakeRecord):
-    """A pipeline's commit record beside Delta tables; see, for its first fields, the record of a lake.
+    """The commit record of a pipeline with Delta tables; for its first fields, see :class:`.LakeRecord`.
 
-    :param conf: of Spark, where none runs yet.
+    :param conf: configuration for Spark, if no session is running.
     """
 
     layout: Layout
     conf: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
     def _commit(self, epoch: int, title: str, decide: Callable[[Contents], Decided | None]) -> bool:
-        """Append an entry that decides what is done to tables, and do it; what was staged for it goes then.
+        """Append an entry that decides the work on tables, and do the work; then remove the staged files.
 
         :param decide: as for :meth:`.record.LakeRecord._append`.
-        :returns: whether anything was to be committed.
+        :returns: whether there was anything to commit.
         """
         staged: list[str] = []
 
         def commit(contents: Contents) -> Commit | None:
-            with looking():
+            with examining_tables():
                 decided = decide(contents)
             if decided is None:
                 return None
@@ -75,9 +75,8 @@ class DeltaRecord(LakeRecord):
             self._home.remove(file)
         return committed
 
-    @looking()
+    @examining_tables()
     def _check_target(self, target: Target, recorded: Target | None, ours: bool, start: LogPosition | None) -> None:
-        """See :meth:`.record.LakeRecord._check_target`."""
         require_possible(self.layout, target, self.mode)
         known = recorded is not None and (recorded.schema, recorded.name) == (target.schema, target.name)
         if not (ours or known):
@@ -85,11 +84,11 @@ class DeltaRecord(LakeRecord):
         elif self.mode == "changelog" and start is not None and (table := self._found(target)) is not None:
             self._refuse_older_history(table, start)
 
-    @looking()
+    @examining_tables()
     def require_usable(self, target: Target) -> None:
-        """Refuse a table of others that has rows, or would not take the pipeline's or keep them as they are.
+        """Refuse an existing table that has rows, or cannot have the pipeline's rows unchanged.
 
-        :raises ForeignTable: saying why.
+        :raises ForeignTable: naming the reasons.
         """
         table = self._found(target)
         if table is None:
@@ -104,36 +103,37 @@ class DeltaRecord(LakeRecord):
         if found:
             raise ForeignTable(
                 f"the target table {target.schema}.{target.name} exists, but cannot have the rows: {'; '.join(found)}",
-                "Drop the table, so that it is created as it has to be, or make it so.",
+                "Drop the table, so that it is created correctly, or alter it accordingly.",
             )
 
     def _known_as(self, schema: str, name: str) -> Hashable:
-        """See :meth:`.record.LakeRecord._known_as`."""
         return self.layout.known_as(schema, name)
 
     def _require_apart(self, targets: Sequence[Target]) -> None:
-        """See :meth:`.record.LakeRecord._require_apart`."""
         require_apart(self.layout, targets)
 
     def _refuse_older_history(self, table: DeltaTable, point: LogPosition) -> None:
-        """Events are in the order of their LSNs: those of a log that ended later would come after all new ones."""
+        """Refuse a changelog with events after a point; new events would sort before events of an
+        abandoned timeline.
+        """
         found = table.read().selectExpr("max(_commit_lsn)").first()
         last = found[0] if found is not None else None
         name = f"{table.target.schema}.{table.target.name}"
         if last is not None and last > point:
             raise GateClosed(
                 f"the changelog {name} has events up to {format_lsn(last)}, but the source's log is at"
-                f" {format_lsn(point)}: they are of a history that the source has left, and new ones would come before",
+                f" {format_lsn(point)}: they belong to a timeline that the source has abandoned, so new events would"
+                " sort before them",
                 f"Rename or empty {name}, then run `airflow-cdc resnapshot --all` again.",
             )
 
     def _described(self, contents: Contents, targets: Sequence[Target], ours: Collection[str]) -> Change:
-        """See :meth:`.record.LakeRecord._described`: tables are made, unless they are there, with their first rows."""
+        """Mark tables to be created with their first rows, unless they exist."""
         return unmade(target.table.label for target in targets)
 
-    @looking()
+    @examining_tables()
     def _fit(self, contents: Contents, targets: Sequence[Target]) -> Mapping[str, Any] | None:
-        """See :meth:`.record.LakeRecord._fit`: a mirror gets them with its rows."""
+        """Return the alterations of changelogs; a mirror's table is altered with its rows."""
         recorded = record_contents.targets_of(contents)
         works = []
         for target in targets if self.mode == "changelog" else ():
@@ -143,7 +143,7 @@ class DeltaRecord(LakeRecord):
         return to_json(works) if works else None
 
     def _altered(self, before: Target, after: Target) -> Plan:
-        """How a changelog, whose history stays, gets the columns that its source has now."""
+        """Return the alterations that give a changelog, whose history stays, the columns of its source."""
         if before.table.to_dict() == after.table.to_dict() or not self._table(before).exists():
             return Plan((), {})
         return plan(before, after, self._present(before), self.mode, rows_stay=False)
@@ -154,7 +154,6 @@ class DeltaRecord(LakeRecord):
         return Present(table.columns(), mapped, self.layout.partitions(target))
 
     def _carry_out(self, contents: Contents, step: Step) -> None:
-        """See :meth:`.record.LakeRecord._carry_out`."""
         works = of_step(contents, step.work)
         application = f"{self.pipeline}/{self.identity()['store']}"
 
@@ -167,33 +166,36 @@ class DeltaRecord(LakeRecord):
             begun = BEGUN if what.create else ()
 
             def clear() -> None:
-                # Of who died between making the log and its first entry: Delta makes no table where it is.
+                # A process may have died between creating the log directory and its first entry; then Delta cannot
+                # create the table.
                 if begun and self.layout.catalog is None and not has_log(self.layout, target) and is_open():
                     self.layout.place(target).remove(LOG)
 
             failpoint("before-table-written")
             try:
-                insistently(
+                retry_on_conflict(
                     lambda: self._table(target).write(what, application, step.number, is_open),
                     *begun,
                     at_last=clear,
                 )
             except SPARK_ERRORS as e:
                 if not is_open():
-                    return  # another process of the run has done it, and removed what was staged
+                    return  # another process of the run has done it, and removed the staged files
                 said = f"the target table {target.schema}.{target.name} could not be written: {first_line(e)}"
                 if is_one_of(begun, e):
                     raise StreamFailed(said, self._how_to_end(target)) from e
-                if not stands_in_the_way(e):
-                    raise StreamFailed(said, "Start again: what has been decided is done first.") from e
+                if not is_refused_by_table(e):
+                    raise StreamFailed(said, "Start again: the recorded step is completed first.") from e
                 if self._is_gone(target) and not what.create:
-                    # With the step behind, the next start finds it missing, and says what helps.
-                    log.warning("the target table %s.%s is gone; its rows are left out", target.schema, target.name)
+                    # The step is then complete; the next start finds the table missing, and names the repair.
+                    log.warning(
+                        "the target table %s.%s no longer exists; its rows are skipped", target.schema, target.name
+                    )
                     return
                 raise TargetConflict(
                     said,
-                    "What has been decided is done when the pipeline starts again. Remove what stands in the way, such"
-                    f" as a constraint. If the table was made by others, drop it, start again, and run `airflow-cdc"
+                    "Remove the obstacle, such as a constraint, and start again: the recorded step is completed first."
+                    " If others created the table, drop it, start again, and run `airflow-cdc"
                     f" resnapshot --table {what.label}`.",
                 ) from e
             failpoint("after-table-written")
@@ -205,50 +207,50 @@ class DeltaRecord(LakeRecord):
             list(pool.map(carry_out, works))
 
     def _how_to_end(self, target: Target) -> str:
-        """What helps where the making of a table does not come to its end."""
-        again = "Start again: what has been decided is done first. If this comes again,"
+        """Return the remedy if the creation of a table does not complete."""
+        again = "Start again: the recorded step is completed first. If the error recurs,"
         if self.layout.catalog is None:
-            return f"{again} remove what others have left in {location(self.layout.place(target))}."
+            return f"{again} remove the files that others have left in {location(self.layout.place(target))}."
         name = self.layout.sql_name(target)
         return (
-            f"{again} a run has died before the catalog knew of the table. If the folder that Spark names has a {LOG}"
-            f" with a .json, run CREATE TABLE {name} USING delta LOCATION '…' with that folder; otherwise remove it."
+            f"{again} a run died before the catalog knew the table. If the directory in Spark's error has a {LOG} with"
+            f" a .json file, run `CREATE TABLE {name} USING delta LOCATION '…'` with it; otherwise remove it."
         )
 
-    @looking()
+    @examining_tables()
     def _missing(self, head: Head | None, targets: Sequence[Target]) -> tuple[Target, ...]:
-        """See :meth:`.record.LakeRecord._missing`: a table is made when its first rows come."""
+        """Return missing targets among those created before; a table is created with its first rows."""
         contents: Contents = {} if head is None else head.contents
         begun = [target for target in targets if is_made(contents, target.table.label)]
         if self.layout.catalog is None:
             return tuple(target for target in begun if not has_log(self.layout, target))
         return tuple(target for target in begun if not self._table(target).exists())
 
-    @looking()
+    @examining_tables()
     def _is_gone(self, target: Target) -> bool:
-        """Whether a target table does not exist, without listing its log, which may be long."""
+        """Return whether a target table does not exist, without listing its log, which may be long."""
         if self.layout.catalog is None:
             return self.layout.place(target).size(LOG) is None
         return not self._table(target).exists()
 
     def _require_there(self, target: Target) -> None:
-        """Refuse to decide anything for a table that was there and is no longer.
+        """Require that a table created before still exists, before a step is decided.
 
-        :raises TargetConflict: naming it.
+        :raises TargetConflict: naming the table.
         """
         if self._is_gone(target):
             raise TargetConflict(
                 f"the target table {target.schema}.{target.name} no longer exists",
-                f"Run `airflow-cdc resnapshot --table {target.table.label}`: it creates and fills it.",
+                f"Run `airflow-cdc resnapshot --table {target.table.label}` to recreate and fill it.",
             )
 
-    @looking()
+    @examining_tables()
     def is_there(self, target: Target) -> bool:
-        """Whether a target table exists."""
+        """Return whether a target table exists."""
         return self._table(target).exists()
 
     def _found(self, target: Target) -> DeltaTable | None:
-        """A target table, if it exists; a path table is looked for without Spark."""
+        """Return a target table if it exists; Spark is not needed for a path table."""
         if self.layout.catalog is None:
             return self._table(target) if has_log(self.layout, target) else None
         table = self._table(target)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from airflow_cdc_provider.engine.core.section import Section
 
 PACKAGE = "io.delta:delta-spark_4.2_2.13:4.4.0"
-"""Delta for the Spark that the engine needs, as Maven Central has it."""
+"""Maven coordinates of Delta, for the Spark version that the engine needs."""
 
 _EXTENSION = "io.delta.sql.DeltaSparkSessionExtension"
 _CATALOG = "org.apache.spark.sql.delta.catalog.DeltaCatalog"
@@ -22,13 +22,13 @@ _CATALOG = "org.apache.spark.sql.delta.catalog.DeltaCatalog"
 
 @dataclass(frozen=True)
 class DeltaSettings:
-    """See :class:`.SinkSettings`.
+    """Settings of a Delta sink.
 
-    :param path: the folder of the tables and of the commit record: a local path, or a URL that fsspec knows.
-    :param catalog: of Spark, in which the tables are; ``None`` where they are folders below ``path``.
-    :param partition_by: by label of a source table, columns by which its target is partitioned.
-    :param properties: of tables that are made, beyond ours.
-    :param spark: see :meth:`with_spark`; by default what Delta needs, and no more.
+    :param path: directory of the tables and of the commit record: a local path, or a URL for fsspec.
+    :param catalog: the Spark catalog of the tables; ``None`` if they are directories below ``path``.
+    :param partition_by: by label of a source table, the columns by which its target is partitioned.
+    :param properties: further properties of created tables.
+    :param spark: see :meth:`with_spark`; by default only what Delta needs.
     """
 
     path: str
@@ -43,7 +43,7 @@ class DeltaSettings:
 
     @classmethod
     def parse(cls, section: Section) -> Self:
-        """See :meth:`.SinkSettings.parse`."""
+        """Parse the section."""
         return cls(
             path=section.take("path", _as_path),
             catalog=section.take("catalog", as_text, "") or None,
@@ -56,23 +56,23 @@ class DeltaSettings:
 
     @property
     def place(self) -> str:
-        """See :attr:`.SinkSettings.place`."""
+        """Return the location of the tables, for messages."""
         return self.path if self.catalog is None else f"catalog {self.catalog}, record in {self.path}"
 
     @property
     def secrets(self) -> Sequence[str]:
-        """See :attr:`.SinkSettings.secrets`: stores are reached with what their clients find in the environment."""
+        """Return no secrets: clients of the stores find credentials in the environment."""
         return ()
 
     @property
     def spark_conf(self) -> Mapping[str, str]:
-        """See :attr:`.SinkSettings.spark_conf`."""
+        """Return the Spark configuration that Delta needs."""
         conf = {
             "spark.jars.packages": PACKAGE,
             "spark.sql.extensions": _EXTENSION,
-            # A table's log is read by as many tasks: fifty by default, which is much for the log of most tables.
+            # Number of tasks that read a table's log. The default is fifty, too many for most tables.
             "spark.databricks.delta.snapshotPartitions": "4",
-            # A task that shuffles into as many as 200 partitions would write a file for each of them.
+            # Otherwise a task that shuffles into up to 200 partitions would write a file for each of them.
             "spark.shuffle.sort.bypassMergeThreshold": "8",
         }
         if self.catalog in (None, "spark_catalog"):
@@ -80,12 +80,12 @@ class DeltaSettings:
         return conf
 
     def with_spark(self, conf: Mapping[str, str]) -> Self:
-        """See :meth:`.SparkBound.with_spark`."""
+        """Return the settings with a configuration for Spark."""
         return replace(self, spark=tuple(conf.items()))
 
     @property
     def table_properties(self) -> tuple[tuple[str, str], ...]:
-        """Of tables that are made."""
+        """Return the properties of created tables."""
         ours = {
             "delta.enableDeletionVectors": str(self.deletion_vectors).lower(),
             "delta.columnMapping.mode": "name",
@@ -93,7 +93,7 @@ class DeltaSettings:
         return tuple({**ours, **dict(self.properties)}.items())
 
     def dataset(self, pipeline: str, schema: str, name: str) -> tuple[str, str]:
-        """See :meth:`.SinkSettings.dataset`."""
+        """Return the dataset of a target table."""
         if self.catalog is not None:
             return self.catalog, f"{schema}.{name}"
         return self.path, folder(schema, name)
@@ -102,7 +102,7 @@ class DeltaSettings:
 def _as_path(value: object) -> str:
     path = as_path(value)
     if path.startswith("webhdfs://"):
-        raise ValueError("a path that Spark reads: it lacks a class that webhdfs:// needs")
+        raise ValueError("a path that Spark can read; it lacks a class for webhdfs://")
     return path
 
 

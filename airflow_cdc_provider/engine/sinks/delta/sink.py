@@ -1,9 +1,10 @@
-"""The Delta sink: mirror and changelog tables of Delta Lake, written by Spark.
+"""The Delta sink: mirror and changelog tables in Delta Lake, written by Spark.
 
-Delta has no transaction across tables, so the commit is an entry of the pipeline's log, see :mod:`..lake.record`: it
-says which staged files go into which tables. It is then carried out, by one commit of each table, which notes the
-entry's number: once, whoever does it. After a crash the next run does that first, so that a unit that has been decided
-never has to be read again. Executors write Parquet files; everything that takes Spark is done on the driver.
+Delta has no transactions across tables. So a commit is an entry in the pipeline's log, see :mod:`..lake.record`, which
+says which staged files go into which tables. The entry is then applied with one commit per table, which records the
+entry's number, so that it takes effect once however often it is tried. After a crash the next run first completes such
+an entry, so that a decided unit is never read again. Executors write Parquet files; everything that needs Spark SQL
+runs on the driver.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from airflow_cdc_provider.engine.comparison.fetched_side import row_sides
-from airflow_cdc_provider.engine.comparison.side import Key, Sides
+from airflow_cdc_provider.engine.comparison.side import RowKey, Sides
 from airflow_cdc_provider.engine.core.effect import MISSING, Effect
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn
@@ -31,10 +32,10 @@ from airflow_cdc_provider.engine.sinks.delta import net_effect, staging_files
 from airflow_cdc_provider.engine.sinks.delta.delta_table import DeltaTable
 from airflow_cdc_provider.engine.sinks.delta.reads import DeltaReads, key_texts
 from airflow_cdc_provider.engine.sinks.delta.record import Decided
-from airflow_cdc_provider.engine.sinks.delta.spark_errors import looking
+from airflow_cdc_provider.engine.sinks.delta.spark_errors import examining_tables
 from airflow_cdc_provider.engine.sinks.delta.table_definition import plan
 from airflow_cdc_provider.engine.sinks.delta.table_layout import location, quoted, require_possible
-from airflow_cdc_provider.engine.sinks.delta.table_work import Part, TableWork, is_made
+from airflow_cdc_provider.engine.sinks.delta.table_work import StagedFiles, TableWork, is_made
 from airflow_cdc_provider.engine.sinks.record_log import record_contents
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Contents
 from airflow_cdc_provider.engine.sinks.staged import MissingValues, Staged, StagedPiece
@@ -42,16 +43,18 @@ from airflow_cdc_provider.engine.sinks.staged import MissingValues, Staged, Stag
 
 @dataclass(frozen=True)
 class DeltaSink(DeltaReads):
-    """A pipeline's place among Delta tables; see :class:`.contract.Sink` and, for its fields, the record."""
+    """The tables of a pipeline in Delta Lake; see :class:`.contract.Sink` and, for the fields,
+    :class:`.DeltaRecord`.
+    """
 
     def redefine(self, epoch: int, before: Target, after: Target) -> None:
-        """See :meth:`.contract.Sink.redefine`."""
+        """Change a target table like its source table."""
         failpoint("before-redefinition")
         require_possible(self.layout, after, self.mode)
 
         def decide(contents: Contents) -> Decided:
             if not is_made(contents, before.table.label) and self._is_gone(before):
-                return [], record_contents.redefined(after)  # it is made so when its first rows come
+                return [], record_contents.redefined(after)  # the table is created in this form with its first rows
             self._require_there(before)
             found = plan(before, after, self._present(before), self.mode, rows_stay=True)
             if not found.alterations:
@@ -71,7 +74,7 @@ class DeltaSink(DeltaReads):
     # -- stream units -------------------------------------------------------------------------------
 
     def stage(self, epoch: int, attempt: str, effects: Sequence[Effect]) -> tuple[Staged, ...]:
-        """See :meth:`.contract.Sink.stage`."""
+        """Stage effects in Parquet files."""
         if not effects:
             return ()
         targets = record_contents.targets_of(self._contents(epoch))
@@ -100,7 +103,7 @@ class DeltaSink(DeltaReads):
         pieces: Sequence[StagedPiece],
         noted: Mapping[str, Any] | None = None,
     ) -> bool:
-        """See :meth:`.contract.Sink.commit`."""
+        """Commit a unit: append an entry to the log, then apply it to the tables."""
         failpoint("before-batch-commit")
 
         def decide(contents: Contents) -> Decided | None:
@@ -119,9 +122,9 @@ class DeltaSink(DeltaReads):
         return committed
 
     def _unit(self, epoch: int, contents: Contents, pieces: Sequence[StagedPiece]) -> list[TableWork]:
-        """What a unit does to each table.
+        """Return the work of a unit on each table.
 
-        :raises MissingValues: when values are nowhere.
+        :raises MissingValues: when values are missing everywhere.
         :raises StagingLost: when files are gone.
         """
         targets = record_contents.targets_of(contents)
@@ -140,15 +143,15 @@ class DeltaSink(DeltaReads):
             if self.mode == "changelog":
                 files = tuple(staged.relation for staged in layers if staged.relation is not None)
                 if files:
-                    works.append(TableWork(label, "append", (Part(files),), create=create))
+                    works.append(TableWork(label, "append", (StagedFiles(files),), create=create))
                 continue
             last = max((n for n, staged in enumerate(layers) if staged.truncate), default=0)
             emptied = layers[last].truncate
             layers = [staged for staged in layers[last:] if staged.relation is not None]
-            parts = tuple(Part((staged.relation,)) for staged in layers if staged.relation is not None)
+            parts = tuple(StagedFiles((staged.relation,)) for staged in layers if staged.relation is not None)
             if any(MISSING in staged.columns for staged in layers):
                 file, unknown = self._net(epoch, targets[label], parts, emptied)
-                parts = (Part((file,)),)
+                parts = (StagedFiles((file,)),)
                 if unknown:
                     missing[label] = unknown
             works.append(TableWork(label, "merge", parts, emptied=emptied, create=create))
@@ -157,11 +160,11 @@ class DeltaSink(DeltaReads):
         return works
 
     def _net(
-        self, epoch: int, target: Target, parts: Sequence[Part], emptied: bool
+        self, epoch: int, target: Target, parts: Sequence[StagedFiles], emptied: bool
     ) -> tuple[str, frozenset[tuple[str, ...]]]:
-        """Write the net effect of pieces with the values that were not sent.
+        """Write the net effect of pieces, completed with values that were not sent.
 
-        :returns: the name of what was written, and the keys of the rows whose values are nowhere.
+        :returns: the name of the written directory, and the keys of rows whose values are missing everywhere.
         """
         table = self._table(target)
         names = [column.name for column in target.table.columns]
@@ -176,28 +179,29 @@ class DeltaSink(DeltaReads):
     # -- reading ------------------------------------------------------------------------------------
 
     def compared(self, source: Connection, target: Target) -> AbstractContextManager[Sides]:
-        """See :meth:`.contract.Sink.compared`."""
+        """Return both sides of a comparison."""
         return row_sides(source, target, self.mode, self.rows)
 
-    def rows(self, target: Target, keys: Sequence[Key] | None = None) -> Iterator[pa.RecordBatch]:
-        """The captured columns of a mirror's rows as texts, of one version of the table; of a changelog the events.
+    def rows(self, target: Target, keys: Sequence[RowKey] | None = None) -> Iterator[pa.RecordBatch]:
+        """Yield the captured columns of a mirror's rows as texts, of one version of the table; of a changelog the
+        events.
 
-        :param keys: of the rows; ``None`` for all.
+        :param keys: keys of the rows; ``None`` for all rows.
         """
         table = self._table(target)
         names = [column.name for column in target.table.columns]
         if self.mode == "changelog":
             names += ["_op", "_commit_lsn", "_seq", "_before", "_unchanged"]
-        with looking():
+        with examining_tables():
             found = table.read().select(*map(quoted, names))
             if keys is not None and self.mode == "mirror":
                 found = found.join(self._keys(table, keys), list(target.table.key), "left_semi")
                 found = found.select(*map(quoted, names))
-        # By way of files, so that any number of rows passes through.
+        # Goes through files, so that the number of rows is unlimited.
         table.spark.conf.set("spark.sql.parquet.outputTimestampType", "TIMESTAMP_MICROS")
         place = self._home / "reading" / uuid.uuid4().hex
         try:
-            with looking():
+            with examining_tables():
                 found.toDF(*(f"c{i}" for i in range(len(names)))).write.parquet(location(place))
             for file in place.names():
                 if file.endswith(".parquet"):
@@ -207,7 +211,7 @@ class DeltaSink(DeltaReads):
         finally:
             place.remove()
 
-    def _keys(self, table: DeltaTable, keys: Sequence[Key]) -> Any:
+    def _keys(self, table: DeltaTable, keys: Sequence[RowKey]) -> Any:
         columns = zip(*keys, strict=True)
         typed = {
             column.name: to_typed(
@@ -219,7 +223,7 @@ class DeltaSink(DeltaReads):
 
 
 def _texts(batch: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
-    """A batch of the table's values as Postgres writes them."""
+    """Return a batch of the table's values in the text format of Postgres."""
     columns = zip(names, batch.columns, strict=True)
     arrays = [_column_texts(name, column).cast(pa.string()) for name, column in columns]
     return pa.RecordBatch.from_arrays(arrays, names=list(names))

@@ -1,4 +1,4 @@
-"""The sessions of Spark that a Delta sink works with, on the driver, and what Delta says there."""
+"""Creates the Spark sessions of a Delta sink on the driver, and classifies the errors of Delta."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ _CONFLICTS = (
     "ConcurrentModification",
 )
 BEGUN = ("DELTA_CREATE_TABLE_WITH_NON_EMPTY_LOCATION", "DELTA_TABLE_NOT_FOUND")
-"""What is said of a table that another process of the run is about to make, or was when it died: its folder is there,
-and no entry yet."""
+"""Errors for a table that another process of the run is about to create, or was creating when it died: the directory
+exists, but no log entry yet.
+"""
 _PAUSE_SECONDS = 0.2
 
-# The rest of a configuration is nobody's business; options of catalogs, whose names go on, may be secrets.
+# Only these settings may be shown; further options of catalogs may be secrets.
 _NEEDED = re.compile(r"spark\.(jars\.packages|sql\.extensions|sql\.catalog\.[^.]+)")
 
 _REFUSALS = ("CONSTRAINT", "InvariantViolation", "AnalysisException", "DELTA_EXCEED_CHAR_VARCHAR_LIMIT")
@@ -41,10 +42,10 @@ T = TypeVar("T")
 
 
 def session(conf: Mapping[str, str]) -> SparkSession:
-    """A session of its own, with views and settings that no other has: of the job's Spark, or of one that is started.
+    """Return a new session with separate views and settings, on the job's Spark or on a started one.
 
-    :param conf: for one that is started.
-    :raises SparkUnusable: when it does not start, or has no Delta.
+    :param conf: configuration of a started Spark.
+    :raises SparkUnusable: when Spark does not start, or has no Delta.
     """
     builder, master = SparkSession.builder, conf.get("spark.master", "local")
     options = {"spark.app.name": "airflow-cdc", **defaults_on(master), **conf}
@@ -73,11 +74,11 @@ def session(conf: Mapping[str, str]) -> SparkSession:
     return spark.newSession()
 
 
-def insistently(step: Callable[[], T], *further: str, at_last: Callable[[], None] = lambda: None) -> T:
-    """Take a step again as long as another commit to the same table, such as OPTIMIZE's, comes in between.
+def retry_on_conflict(step: Callable[[], T], *further: str, at_last: Callable[[], None] = lambda: None) -> T:
+    """Retry a step while other commits to the same table, such as that of OPTIMIZE, conflict with it.
 
-    :param further: names of errors that pass by, too.
-    :param at_last: is done before the last attempt.
+    :param further: names of further temporary errors.
+    :param at_last: called before the last attempt.
     """
     for attempt in range(_ATTEMPTS):
         if attempt == _ATTEMPTS - 1:
@@ -92,37 +93,37 @@ def insistently(step: Callable[[], T], *further: str, at_last: Callable[[], None
 
 
 @contextmanager
-def looking() -> Iterator[None]:
-    """Look at tables, to decide what is to be done: what Spark fails with then is no reason not to try again.
+def examining_tables() -> Iterator[None]:
+    """Examine tables before a decision; the caller can retry after any error of Spark.
 
     :raises StreamFailed: for any error of Spark.
     """
     try:
         yield
     except SPARK_ERRORS as e:
-        raise not_looked_at(e) from e
+        raise examination_failure(e) from e
 
 
-def not_looked_at(error: Exception) -> StreamFailed:
-    """What is raised when Spark fails at a look at a table."""
+def examination_failure(error: Exception) -> StreamFailed:
+    """Return the error to raise when Spark fails to examine a table."""
     return StreamFailed(
-        f"a target table could not be looked at: {first_line(error)}",
-        "Start again: nothing has been decided. If this comes again, see whether Spark can read the table.",
+        f"could not examine a target table: {first_line(error)}",
+        "Start again: nothing was changed. If the error recurs, check that Spark can read the table.",
     )
 
 
 def is_one_of(names: Sequence[str], error: Exception) -> bool:
-    """Whether an error of Spark has one of some names."""
+    """Return whether an error of Spark contains one of the names."""
     return any(name in str(error) for name in names)
 
 
-def stands_in_the_way(error: Exception) -> bool:
-    """Whether a table was not written for what it is, its constraints or columns: trying again does not help."""
+def is_refused_by_table(error: Exception) -> bool:
+    """Return whether a table refused a write because of its constraints or columns, so that a retry cannot help."""
     return isinstance(error, AnalysisException) or is_one_of(_REFUSALS, error)
 
 
 def first_line(error: Exception) -> str:
-    """What Spark says, without its stacks: the error, and what it comes of in the end."""
+    """Return Spark's error without stack traces: the error, and its innermost cause."""
     if not isinstance(error, Py4JJavaError):
         return _short(str(error))
     cause = error.java_exception

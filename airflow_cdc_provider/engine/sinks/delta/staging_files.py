@@ -1,9 +1,9 @@
-"""What executors leave for a commit: Parquet files with typed columns ``c0`` … in the order of the captured ones.
+"""Reads and writes staged Parquet files, with typed columns ``c0`` … in the order of the captured columns.
 
 ========  ==========================================================================================
-rows      of a chunk or a re-read: ``c0`` … alone
-effects   of a piece on a mirror: ``erased``, ``c0`` …; with values that were not sent ``missing`` (the
-          columns' numbers) and ``o0`` …, the key under which the sink has them
+rows      of a chunk or a re-read: only ``c0`` …
+effects   of a piece on a mirror: ``erased``, ``c0`` …; with values that were not sent also ``missing``
+          (the columns' numbers) and ``o0`` …, the key under which the sink has the values
 events    of a changelog: ``c0`` …, ``op``, ``commit_lsn``, ``seq``, ``xid``, ``commit_ts``, ``before``,
           ``unchanged``
 ========  ==========================================================================================
@@ -22,7 +22,7 @@ from airflow_cdc_provider.engine.core.effect import ERASED, MISSING, OLD_KIND, O
 from airflow_cdc_provider.engine.core.table import Column, Table
 from airflow_cdc_provider.engine.postgres.array_text import array_elements
 from airflow_cdc_provider.engine.postgres.typed_values import TEXT, arrow_type, to_typed
-from airflow_cdc_provider.engine.sinks.lake.storage import Place
+from airflow_cdc_provider.engine.sinks.lake.storage import Storage
 
 EVENT_COLUMNS: dict[str, pa.DataType] = {
     OP: TEXT,
@@ -33,16 +33,18 @@ EVENT_COLUMNS: dict[str, pa.DataType] = {
     "before": TEXT,
     UNCHANGED: pa.list_(TEXT),
 }
-"""The columns that a changelog has beside the source's, there with an underscore before the name, and their types."""
+"""The columns of a changelog in addition to the source's, and their types. In the table, an underscore precedes the
+name.
+"""
 
 
 def row_schema(table: Table) -> pa.Schema:
-    """The columns of staged rows."""
+    """Return the columns of staged rows."""
     return pa.schema([(f"c{i}", arrow_type(column)) for i, column in enumerate(table.columns)])
 
 
 def effect_schema(table: Table) -> pa.Schema:
-    """The columns of staged effects."""
+    """Return the columns of staged effects."""
     schema = pa.schema([(ERASED, pa.bool_()), *row_schema(table)]).append(pa.field(MISSING, pa.list_(pa.int32())))
     for n, column in enumerate(table.key_columns):
         schema = schema.append(pa.field(f"o{n}", arrow_type(column)))
@@ -50,18 +52,18 @@ def effect_schema(table: Table) -> pa.Schema:
 
 
 def event_schema(table: Table) -> pa.Schema:
-    """The columns of staged events."""
+    """Return the columns of staged events."""
     return pa.schema([*row_schema(table), *map(pa.field, EVENT_COLUMNS, EVENT_COLUMNS.values())])
 
 
 def typed_rows(table: Table, batch: pa.RecordBatch) -> pa.Table:
-    """A batch of the captured columns as texts."""
+    """Return a batch of the captured columns, given as texts, with typed columns."""
     columns = [_typed(table, column, texts) for column, texts in zip(table.columns, batch.columns, strict=True)]
     return pa.Table.from_arrays(columns, schema=row_schema(table))
 
 
 def typed_effect(table: Table, rows: pa.Table) -> pa.Table:
-    """The rows of an :class:`.effects.Effect` on a mirror."""
+    """Return the rows of an :class:`.effects.Effect` on a mirror with typed columns."""
     columns: dict[str, pa.Array | pa.ChunkedArray] = {ERASED: rows[ERASED]}
     for i, column in enumerate(table.columns):
         columns[f"c{i}"] = _typed(table, column, rows[f"c{i}"])
@@ -74,7 +76,7 @@ def typed_effect(table: Table, rows: pa.Table) -> pa.Table:
 
 
 def erasures(table: Table, keys: Sequence[tuple[str, ...]]) -> pa.Table:
-    """The effect of a mirror's rows with some keys being gone."""
+    """Return the effect that deletes a mirror's rows by key."""
     texts = dict(zip(table.key, zip(*keys, strict=True), strict=True)) if keys else {}
     columns = {
         f"c{i}": pa.array(texts.get(column.name, [None] * len(keys)), TEXT) for i, column in enumerate(table.columns)
@@ -83,7 +85,7 @@ def erasures(table: Table, keys: Sequence[tuple[str, ...]]) -> pa.Table:
 
 
 def written(table: Table, rows: pa.Table) -> pa.Table:
-    """The effect of typed rows being there."""
+    """Return the effect that writes typed rows."""
     schema = effect_schema(table)
     columns = {name: rows[name] for name in rows.column_names}
     columns[ERASED] = pa.array([False] * rows.num_rows, pa.bool_())
@@ -91,7 +93,7 @@ def written(table: Table, rows: pa.Table) -> pa.Table:
 
 
 def typed_events(table: Table, rows: pa.Table) -> pa.Table:
-    """The rows of an :class:`.effects.Effect` on a changelog."""
+    """Return the rows of an :class:`.effects.Effect` on a changelog with typed columns."""
     columns: dict[str, pa.Array | pa.ChunkedArray] = {
         name: rows[name] for name in EVENT_COLUMNS if name in rows.column_names
     }
@@ -108,7 +110,7 @@ def typed_events(table: Table, rows: pa.Table) -> pa.Table:
 
 
 def removals(table: Table, keys: Sequence[tuple[str, ...]] | None) -> pa.Table:
-    """Events that say that rows are about to be read again: a truncate, or a delete of each key."""
+    """Return the events that precede a re-read: a truncate, or a delete of each key."""
     if keys is None:
         return _events(table, {OP: pa.array(["t"], TEXT)}, 1)
     gone = erasures(table, keys)
@@ -118,24 +120,24 @@ def removals(table: Table, keys: Sequence[tuple[str, ...]] | None) -> pa.Table:
     return _events(table, columns, len(keys))
 
 
-def write(place: Place, name: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> int:
+def write(storage: Storage, name: str, schema: pa.Schema, tables: Iterable[pa.Table]) -> int:
     """Write a Parquet file.
 
-    :returns: its rows.
+    :returns: the number of its rows.
     """
     rows = 0
-    with place.writing(name) as file, pq.ParquetWriter(file, schema) as writer:
+    with storage.writing(name) as file, pq.ParquetWriter(file, schema) as writer:
         for table in tables:
             writer.write_table(table)
             rows += table.num_rows
     return rows
 
 
-def staged_rows(place: Place, name: str) -> int | None:
-    """The rows of a file; ``None`` when there is none."""
-    if place.modified(name) is None:
+def staged_rows(storage: Storage, name: str) -> int | None:
+    """Return the number of rows of a file; ``None`` if it does not exist."""
+    if storage.modified(name) is None:
         return None
-    with place.reading(name) as file:
+    with storage.reading(name) as file:
         return int(pq.ParquetFile(file).metadata.num_rows)
 
 
@@ -146,7 +148,7 @@ def _typed(table: Table, column: Column, texts: pa.Array | pa.ChunkedArray) -> p
 
 
 def _numbers(literals: pa.ChunkedArray) -> pa.Array:
-    """Texts of ``int[]`` as lists."""
+    """Return texts of ``int[]`` as lists."""
     texts = pc.utf8_trim(literals.combine_chunks().cast(pa.string()), "{}")
     return pc.split_pattern(texts, ",").cast(pa.list_(pa.int32()))
 
@@ -160,13 +162,13 @@ def _events(table: Table, columns: dict[str, pa.Array | pa.ChunkedArray], count:
 
 
 def _before(table: Table, rows: pa.Table) -> Iterator[str | None]:
-    """The old key, or the old row, of each change as JSON, values as texts."""
+    """Yield the old key, or the old row, of each change as JSON, with values as texts."""
     names = [column.name for column in table.columns]
     key = [names.index(name) for name in table.key]
     columns = [rows[f"b{i}"].to_pylist() for i in range(len(names))]
     for n, kind in enumerate(rows[OLD_KIND].to_pylist()):
-        told = {"K": key, "O": range(len(names))}.get(kind)
-        yield None if told is None else _json([names[i] for i in told], [columns[i][n] for i in told])
+        places = {"K": key, "O": range(len(names))}.get(kind)
+        yield None if places is None else _json([names[i] for i in places], [columns[i][n] for i in places])
 
 
 def _json(names: Sequence[str], values: Sequence[str | None]) -> str:

@@ -1,4 +1,4 @@
-"""How a Delta table is changed as its source table was, and when it has to be read again. Pure decisions."""
+"""Decides how to change a Delta table like its source table, and when a re-read is necessary. Pure decisions."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from airflow_cdc_provider.engine.sinks.staged import RowsNeeded
 
 @dataclass(frozen=True)
 class Present:
-    """What a table is like.
+    """The current form of a table.
 
     :param columns: names and SQL types.
-    :param mapped: columns have identities of their own, so that one can be renamed or dropped.
-    :param partitions: the columns that it is partitioned by.
+    :param mapped: columns have ids, so that they can be renamed or dropped.
+    :param partitions: the columns by which the table is partitioned.
     """
 
     columns: Mapping[str, str]
@@ -31,11 +31,11 @@ class Present:
     partitions: Collection[str] = ()
 
     def type_of(self, name: str) -> str | None:
-        """The type of a column, whose name's case does not matter; ``None`` without it."""
+        """Return the type of a column, ignoring the case of its name; ``None`` if there is no such column."""
         return self._types.get(name.lower())
 
     def renamed(self, old: str, new: str) -> Present:
-        """What it is like when a column has another name."""
+        """Return the form of the table after a column is renamed."""
         kinds = dict(self._types)
         return replace(self, columns={new.lower(): kinds.pop(old.lower()), **kinds})
 
@@ -46,19 +46,20 @@ class Present:
 
 @dataclass(frozen=True)
 class Plan:
-    """The changes of a table's columns, and what added ones are filled with in the rows that are there."""
+    """The changes of a table's columns, and the values of added columns in existing rows."""
 
     alterations: tuple[Alteration, ...]
     values: Mapping[str, str]
 
 
 def plan(before: Target, after: Target, present: Present, mode: Mode, rows_stay: bool) -> Plan:
-    """Decide how a table becomes what its source is now.
+    """Return the changes that adapt a table to its source.
 
-    :param rows_stay: otherwise all are about to be written anew; of a changelog, the history stays all the same.
-    :raises RowsNeeded: when the rows would not have the source's values.
-    :raises CannotFollow: when the table cannot be changed so.
-    :raises LimitExceeded: when what the rows have in an added column is none of its type.
+    :param rows_stay: whether rows stay; otherwise all rows are about to be rewritten. A changelog always keeps its
+        history.
+    :raises RowsNeeded: when the rows would differ from the source's.
+    :raises CannotFollow: when the table cannot be changed like this.
+    :raises LimitExceeded: when the value of an added column does not fit its type.
     """
     change = redefinition(before.table, after.table)
     former = {new: old for old, new in change.renamed}
@@ -87,17 +88,17 @@ def plan(before: Target, after: Target, present: Present, mode: Mode, rows_stay:
                 raise RowsNeeded(f"the target has no column {column.name}")
             alterations.append(Alteration("add", column.name, wanted))
         elif column.name in added and rows_stay:
-            raise RowsNeeded(f"the target has a column {column.name} of its own")
+            raise RowsNeeded(f"the target already has a column {column.name}")
         elif kind != wanted:
             if _widens(before, former.get(column.name, column.name), column):
                 alterations.append(Alteration("widen", column.name, wanted))
             elif rows_stay:
-                raise RowsNeeded(f"{column.name} is {kind} at the target, and cannot become {wanted}")
+                raise RowsNeeded(f"{column.name} is {kind} at the target, but cannot become {wanted}")
             else:
                 raise CannotFollow(
-                    f"column {column.name} of the changelog {after.schema}.{after.name} is {kind}, and its history"
+                    f"column {column.name} of the changelog {after.schema}.{after.name} is {kind}, but its history"
                     f" cannot become {wanted}",
-                    f"Rename the column there (ALTER TABLE … RENAME COLUMN), and start again: a new {column.name} is"
+                    f"Rename the column there (`ALTER TABLE … RENAME COLUMN`), and start again: a new {column.name} is"
                     " added.",
                 )
     values = {column.name: column.missing for column in change.added if column.missing is not None and rows_stay}
@@ -110,14 +111,14 @@ def plan(before: Target, after: Target, present: Present, mode: Mode, rows_stay:
 def _refuse_partition(after: Target, present: Present, name: str) -> None:
     if name in present.partitions:
         raise CannotFollow(
-            f"{name} is gone from {after.table.label}, but {after.schema}.{after.name} is partitioned by it",
-            "Take the change back at the source; or take the column out of sink.partition_by, drop the target table,"
+            f"{name} was removed from {after.table.label}, but {after.schema}.{after.name} is partitioned by it",
+            "Undo the change at the source; or remove the column from sink.partition_by, drop the target table,"
             f" and run `airflow-cdc resnapshot --table {after.table.label}`.",
         )
 
 
 def _widens(before: Target, name: str, column: Column) -> bool:
-    """Whether a decimal has got more digits before its point, and as many behind it as it had."""
+    """Return whether a decimal has gained digits before its point, with unchanged digits after it."""
     old = next((arrow_type(each) for each in before.table.columns if each.name == name), None)
     new = arrow_type(column)
     return (

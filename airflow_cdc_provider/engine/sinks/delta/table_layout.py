@@ -1,4 +1,4 @@
-"""Where the tables of a Delta sink are, and what they are made like."""
+"""Determines the location, names, columns and properties of a Delta sink's tables."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from airflow_cdc_provider.engine.core.record import Mode, Target
 from airflow_cdc_provider.engine.postgres.typed_values import arrow_type
 from airflow_cdc_provider.engine.sinks.delta.staging_files import EVENT_COLUMNS
 from airflow_cdc_provider.engine.sinks.lake.paths import folder
-from airflow_cdc_provider.engine.sinks.lake.storage import Place
+from airflow_cdc_provider.engine.sinks.lake.storage import Storage
 
 _SCHEMES = {"s3": "s3a", "gcs": "gs", "local": "file"}
-"""By what Hadoop calls what fsspec calls otherwise."""
+"""Hadoop's names of schemes whose fsspec names differ."""
 
 _SESSION_CATALOG = "spark_catalog"
 _IN_SESSION_CATALOG = re.compile("[A-Za-z0-9_]+")
 
 _NOT_IN_FILES = frozenset(" ,;{}()\n\t=")
-"""Of the names of columns, unless these are mapped."""
+"""Characters that column names must not contain, unless columns are mapped."""
 
 
-# What statements of Delta and Spark add to a table's columns, in any case, and then find twice.
+# Statements of Delta and Spark add these columns to a table, in any case of letters, and would then find them twice.
 _RESERVED = frozenset({"_metadata", "deletionvectorid", "_row_dropped_", "_source_row_present_", "__condition__"})
 _RESERVED_PREFIX = "__delta_internal_"
 _CHANGE_FEED = frozenset({"_change_type", "_commit_version", "_commit_timestamp"})
@@ -33,45 +33,45 @@ _CHANGE_FEED = frozenset({"_change_type", "_commit_version", "_commit_timestamp"
 
 @dataclass(frozen=True)
 class Layout:
-    """The settings of a Delta sink that concern its tables.
+    """The settings of a Delta sink for its tables.
 
-    :param root: of path tables.
-    :param catalog: of Spark, in which tables are; ``None`` for path tables.
-    :param partition_by: by label, the columns that a table is partitioned by.
-    :param properties: of tables that are made.
+    :param root: parent directory of path tables.
+    :param catalog: the Spark catalog of the tables; ``None`` for path tables.
+    :param partition_by: by label, the columns by which a table is partitioned.
+    :param properties: properties of created tables.
     """
 
-    root: Place
+    root: Storage
     catalog: str | None = None
     partition_by: tuple[tuple[str, tuple[str, ...]], ...] = ()
     properties: tuple[tuple[str, str], ...] = ()
 
-    def place(self, target: Target) -> Place:
-        """The folder of a path table."""
+    def place(self, target: Target) -> Storage:
+        """Return the directory of a path table."""
         return self.root / folder(target.schema, target.name)
 
     def known_as(self, schema: str, name: str) -> tuple[str, str]:
-        """By what a table is told from others: a catalog tells no case of letters."""
+        """Return the identity of a table; a catalog ignores the case of letters."""
         return (schema, name) if self.catalog is None else (schema.lower(), name.lower())
 
     def sql_name(self, target: Target) -> str:
-        """How statements name a table."""
+        """Return the name of a table in statements."""
         if self.catalog is None:
             return f"delta.{quoted(location(self.place(target)))}"
         return ".".join(map(quoted, (self.catalog, target.schema, target.name)))
 
     def partitions(self, target: Target) -> tuple[str, ...]:
-        """The columns that a table is partitioned by."""
+        """Return the columns by which a table is partitioned."""
         return dict(self.partition_by).get(target.table.label, ())
 
 
 def quoted(name: str) -> str:
-    """A name in a statement."""
+    """Return a quoted name for a statement."""
     return "`" + name.replace("`", "``") + "`"
 
 
-def location(place: Place) -> str:
-    """A place as Hadoop names it."""
+def location(place: Storage) -> str:
+    """Return the location of a place, as a URL for Hadoop."""
     if place.local:
         return f"file://{place.path()}"
     scheme, colon, rest = place.url.partition("://")
@@ -79,7 +79,7 @@ def location(place: Place) -> str:
 
 
 def table_columns(target: Target, mode: Mode) -> dict[str, str]:
-    """Names and SQL types of a table's columns."""
+    """Return names and SQL types of a table's columns."""
     columns = {column.name: sql_type(arrow_type(column)) for column in target.table.columns}
     if mode == "changelog":
         columns |= {f"_{name}": sql_type(kind) for name, kind in EVENT_COLUMNS.items()}
@@ -87,7 +87,7 @@ def table_columns(target: Target, mode: Mode) -> dict[str, str]:
 
 
 def sql_type(kind: pa.DataType) -> str:
-    """The type of Spark's for one of :func:`.column_values.arrow_type`."""
+    """Return the Spark type for a type of :func:`.column_values.arrow_type`."""
     if pa.types.is_list(kind):
         return f"ARRAY<{sql_type(kind.value_type)}>"
     if pa.types.is_decimal(kind):
@@ -110,45 +110,45 @@ def sql_type(kind: pa.DataType) -> str:
 def require_possible(layout: Layout, target: Target, mode: Mode) -> None:
     """Refuse a table that Delta cannot hold.
 
-    :raises UncapturableTable: when it has no key to merge by, or columns whose names differ in case only, are reserved,
-        or that files cannot have.
-    :raises ConfigError: when it is to be partitioned by columns that it does not have, or that Spark does not take; or
-        when the catalog cannot have the names of its target.
+    :raises UncapturableTable: when the table has no key to merge by, or when names of columns differ only in case, are
+        reserved, or are impossible in files.
+    :raises ConfigError: when its partition columns do not exist or are unusable for Spark, or when the catalog cannot
+        have the names of its target.
     """
     label = target.table.label
     if layout.catalog == _SESSION_CATALOG and not all(map(_IN_SESSION_CATALOG.fullmatch, (target.schema, target.name))):
         raise ConfigError(
-            f"the target of {label} would be {target.schema}.{target.name}, but the names in {_SESSION_CATALOG} are of"
+            f"the target of {label} would be {target.schema}.{target.name}, but names in {_SESSION_CATALOG} consist of"
             " letters from A to Z, digits and _",
-            "Leave sink.catalog out, so that tables are folders, which can have any name; or name another catalog, or a"
-            " sink.schema without {schema}; or leave the table out.",
+            "Remove sink.catalog, so that tables are directories with any name. Or name another catalog, or a"
+            " sink.schema without {schema}; or do not capture the table.",
         )
     if mode == "mirror" and not target.table.key:
         raise UncapturableTable(
-            f"{label} has no key by which rows could be merged into a Delta table",
-            "Give it a primary key or a replica identity index, leave it out, or use mode: changelog.",
+            f"{label} has no key by which rows can be merged into a Delta table",
+            "Give it a primary key or a replica identity index, do not capture it, or use mode: changelog.",
         )
     seen: dict[str, str] = {}
     for name in table_columns(target, mode):
         other = seen.setdefault(name.lower(), name)
         if other != name:
             raise UncapturableTable(
-                f"{label} has columns {other} and {name}, which are one to Delta",
-                "Rename one, or leave it out by `columns` in source.tables.",
+                f"{label} has columns {other} and {name}, which are the same column to Delta",
+                "Rename one, or leave it out with `columns` in source.tables.",
             )
     reserved = [name for name in seen.values() if _is_reserved(layout, name)]
     if reserved:
         raise UncapturableTable(
-            f"{label} has columns ({', '.join(reserved)}) whose names Delta or Spark give to columns of their own",
-            "Rename them at the source, or leave them out by `columns` in source.tables.",
+            f"{label} has columns ({', '.join(reserved)}) whose names are reserved by Delta or Spark",
+            "Rename them at the source, or leave them out with `columns` in source.tables.",
         )
     if dict(layout.properties).get("delta.columnMapping.mode") == "none":
         refused = [name for name in seen.values() if _NOT_IN_FILES & set(name)]
         if refused:
             raise UncapturableTable(
-                f"{label} has columns ({', '.join(refused)}) with a space or one of ,;{{}}()= in their names, which the"
-                " files of a Delta table cannot have",
-                "Leave delta.columnMapping.mode out of sink.properties, or leave the columns out by `columns` in"
+                f"{label} has columns ({', '.join(refused)}) with a space or one of ,;{{}}()= in their names, which"
+                " files of a Delta table do not allow",
+                "Remove delta.columnMapping.mode from sink.properties, or leave the columns out with `columns` in"
                 " source.tables.",
             )
     lacking = [name for name in layout.partitions(target) if name not in table_columns(target, mode)]
@@ -160,8 +160,8 @@ def require_possible(layout: Layout, target: Target, mode: Mode) -> None:
     parsed = [name for name in layout.partitions(target) if "." in name or "`" in name]
     if parsed:
         raise ConfigError(
-            f"sink.partition_by: Spark takes {', '.join(parsed)} of {label} for more than the name of a column",
-            "Partition by columns without dots and backquotes in their names.",
+            f"sink.partition_by: Spark cannot use the names of these columns of {label}: {', '.join(parsed)}",
+            "Partition by columns whose names have no dots and backquotes.",
         )
 
 
@@ -172,9 +172,9 @@ def _is_reserved(layout: Layout, name: str) -> bool:
 
 
 def require_apart(layout: Layout, targets: Sequence[Target]) -> None:
-    """Refuse tables that would be one in a catalog, which tells no case of letters.
+    """Refuse tables that would be the same table in a catalog, which ignores the case of letters.
 
-    :raises ConfigError: naming two.
+    :raises ConfigError: naming two such tables.
     """
     seen: dict[tuple[str, str], Target] = {}
     for target in targets if layout.catalog is not None else ():
@@ -182,12 +182,12 @@ def require_apart(layout: Layout, targets: Sequence[Target]) -> None:
         if other is not target:
             raise ConfigError(
                 f"the targets of {other.table.label} and {target.table.label} would be one table of the catalog"
-                f" {layout.catalog}, which does not tell capital letters from small ones",
-                "Leave sink.catalog out, so that tables are folders; or capture one of them in another pipeline, with"
+                f" {layout.catalog}, which ignores the case of letters",
+                "Remove sink.catalog, so that tables are directories; or capture one of them in another pipeline with"
                 " another sink.schema.",
             )
 
 
 def names_of(columns: Sequence[str]) -> str:
-    """Quoted names, as lists in statements have them."""
+    """Return quoted names, separated by commas."""
     return ", ".join(map(quoted, columns))

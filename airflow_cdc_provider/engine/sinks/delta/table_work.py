@@ -1,7 +1,7 @@
-"""What an entry of the log has decided to be done to tables: JSON values, which say it to whoever does it.
+"""The work on tables that an entry of the log contains, as JSON values.
 
-The log has a section of its own for a Delta sink, see :mod:`.record_contents`: ``made``, the labels of the tables whose
-targets have been made.
+A Delta sink adds a section to the log, see :mod:`.record_contents`: ``made``, the labels of tables whose targets have
+been created.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ _MADE = "made"
 
 
 @dataclass(frozen=True)
-class Part:
+class StagedFiles:
     """Staged files of one kind.
 
-    :param files: their names below the pipeline's folder, in the order in which they apply.
-    :param constants: of events, the values of columns that were not known when they were staged.
+    :param files: names below the pipeline's directory, in the order in which they apply.
+    :param constants: values of an event's columns that were unknown when the events were staged.
     """
 
     files: tuple[str, ...]
     constants: Mapping[str, Any] = field(default_factory=dict)
 
 
-def joined(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """Parts whose order does not matter, one for all files that are read alike: a plan grows with every part."""
+def joined(parts: Iterable[StagedFiles]) -> tuple[StagedFiles, ...]:
+    """Return parts in any order, one for all files with the same constants, because a plan grows with every part."""
     found: dict[tuple[tuple[str, Any], ...], tuple[str, ...]] = {}
     for part in parts:
         alike = tuple(part.constants.items())
         found[alike] = found.get(alike, ()) + part.files
-    return tuple(Part(files, dict(alike)) for alike, files in found.items())
+    return tuple(StagedFiles(files, dict(alike)) for alike, files in found.items())
 
 
 @dataclass(frozen=True)
 class Alteration:
-    """A change of a table's columns, which is made unless it has been.
+    """A change of a table's columns, which is skipped if it has been made.
 
-    :param to: the new name, or the new type as SQL.
+    :param to: the new name, or the new type in SQL.
     """
 
     kind: Literal["rename", "drop", "add", "widen"]
@@ -53,19 +53,19 @@ class Alteration:
 
 @dataclass(frozen=True)
 class TableWork:
-    """What is to be done to one table: its columns are altered, then it is written to, in one commit of its own.
+    """The work on one table: its columns are altered, then it is written to in a single commit.
 
     :param label: the source table.
     :param kind: ``merge`` effects, ``append`` rows or events, ``replace`` rows and columns, ``fill`` columns.
-    :param emptied: what was in the table goes in the same commit.
+    :param emptied: the same commit deletes all earlier rows.
     :param create: the table may be missing.
-    :param values: to fill columns with, as texts of Postgres.
-    :param target: what the table becomes; ``None`` for what is recorded.
+    :param values: values to fill columns with, as texts of Postgres.
+    :param target: the new definition of the target; ``None`` for the recorded one.
     """
 
     label: str
     kind: Literal["merge", "append", "replace", "fill", "alter"]
-    parts: tuple[Part, ...] = ()
+    parts: tuple[StagedFiles, ...] = ()
     emptied: bool = False
     create: bool = False
     alterations: tuple[Alteration, ...] = ()
@@ -73,7 +73,7 @@ class TableWork:
     target: Target | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The work as JSON values; :meth:`from_dict` reads them back."""
+        """Return the work as JSON values; :meth:`from_dict` reads them back."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         values["parts"] = [dataclasses.asdict(part) for part in self.parts]
         values["alterations"] = [dataclasses.asdict(each) for each in self.alterations]
@@ -84,9 +84,9 @@ class TableWork:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TableWork:
-        """Read what :meth:`to_dict` wrote."""
+        """Return the work from the values of :meth:`to_dict`."""
         given = dict(values)
-        given["parts"] = tuple(Part(tuple(p["files"]), p["constants"]) for p in given.get("parts", ()))
+        given["parts"] = tuple(StagedFiles(tuple(p["files"]), p["constants"]) for p in given.get("parts", ()))
         given["alterations"] = tuple(Alteration(**each) for each in given.get("alterations", ()))
         if target := given.get("target"):
             given["target"] = Target(Table.from_dict(target["definition"]), target["schema"], target["name"])
@@ -94,28 +94,28 @@ class TableWork:
 
 
 def is_made(contents: Contents, label: str) -> bool:
-    """Whether the target of a table has been made, so that one that is not there is one that was dropped."""
+    """Return whether the target of a table has been created; if it is missing nevertheless, it was dropped."""
     return label in contents.get(_MADE, {})
 
 
 def made(labels: Iterable[str]) -> Change:
-    """Targets have been made."""
+    """Return the change that marks targets as created."""
     found = dict.fromkeys(labels, True)
     return Change({_MADE: found}) if found else Change()
 
 
 def unmade(labels: Iterable[str]) -> Change:
-    """Targets are made again with their next rows, unless they are there."""
+    """Return the change that marks targets to be created with their next rows, unless they exist."""
     return Change(removed={_MADE: list(labels)})
 
 
 def to_json(tables: Sequence[TableWork]) -> dict[str, Any]:
-    """The work of a step."""
+    """Return the work of a step as JSON values."""
     return {"tables": [table.to_dict() for table in tables]}
 
 
 def of_step(contents: Contents, work: Mapping[str, Any]) -> list[tuple[Target, TableWork]]:
-    """The work of a step, table by table, with what each target is after it."""
+    """Return the work of a step by table, with the definition of each target after it."""
     recorded = targets_of(contents)
     tables = map(TableWork.from_dict, work["tables"])
     return [(table.target or recorded[table.label], table) for table in tables]

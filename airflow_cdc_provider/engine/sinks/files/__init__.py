@@ -1,1 +1,1 @@
-"""Files as a sink: change logs as Parquet or JSON files below a path."""
+"""Files as a sink: changelogs as Parquet or JSON files below a path."""

@@ -1,4 +1,4 @@
-"""What can be checked of a files sink. A probe is written below the path and removed; nothing else is changed."""
+"""Checks a files sink. A probe file is written below the path and removed; nothing else is changed."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
 
 
 def check(settings: FilesSettings, sink: FilesSink, checks: Checks, targets: Sequence[Target] | None) -> None:
-    """See :meth:`.SinkPlugin.check`."""
+    """Check the sink, and whether it can have the targets."""
 
     def writable() -> str:
         sink.root.require_create()
-        return f"Files can be created below {settings.place}, each only if it is absent."
+        return f"Files can be created below {settings.place}, and only if they are absent."
 
     checks.run("sink", writable)
     if settings.format == "parquet":
@@ -36,7 +36,7 @@ def check(settings: FilesSettings, sink: FilesSink, checks: Checks, targets: Seq
 def _codec() -> str:
     if not pa.Codec.is_available(CODEC):
         raise SparkUnusable(
-            f"pyarrow {pa.__version__} lacks the codec {CODEC}", "Install pyarrow's own wheel, on executors, too."
+            f"pyarrow {pa.__version__} lacks the codec {CODEC}", "Install pyarrow's own wheel, also on executors."
         )
     return f"Parquet files can be compressed with {CODEC}."
 
@@ -47,12 +47,12 @@ def _column_names(tables: Sequence[Table]) -> str:
         twice = [column.name for column in table.columns if counts[column.name.lower()] > 1]
         if twice:
             raise Caution(
-                f"{table.label} has columns that differ only in the case of letters ({', '.join(twice)}): DuckDB, and"
-                " Spark unless spark.sql.caseSensitive is true, take them for one."
+                f"{table.label} has columns that differ only in the case of letters ({', '.join(twice)}). DuckDB"
+                " treats them as the same column, and so does Spark unless spark.sql.caseSensitive is true."
             )
-    return "Every reader tells the columns apart."
+    return "Every reader can distinguish the columns."
 
 
 def _folders(sink: FilesSink, targets: Sequence[Target]) -> str:
     sink.check_targets(targets)
-    return "No target folder has files of others."
+    return "No target directory contains foreign files."

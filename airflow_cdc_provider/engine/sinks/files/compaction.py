@@ -1,8 +1,8 @@
-"""Compaction: the small files that units leave are written anew as few large ones.
+"""Compacts files: rewrites the small files that units leave as few large ones.
 
-It may run at any time, beside the pipeline's jobs, and needs no epoch. What it has read it has read whole, since files
-never change; one entry of the log puts the new files in the places of the old ones, if these are still named. Units go
-on meanwhile: their files are none of those. Whoever reads an older manifest finds the old files for a while yet.
+Compaction can run at any time, concurrently with the pipeline's jobs, and needs no epoch. Files never change, so that
+it reads them completely. One entry of the log replaces the old files with the new ones, if all of them are still named.
+Meanwhile units only add other files. Readers of an older manifest can still use the old files for some time.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from airflow_cdc_provider.engine.sinks.record_log.record import Commit
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change, Contents
 
 TARGET_BYTES = 128 << 20
-"""Size of the files that are made."""
+"""Size of the written files in bytes."""
 
 RETENTION_SECONDS = 86_400.0
-"""How long files that are no longer named stay, for readers that have begun with an older manifest."""
+"""Seconds for which replaced files stay, for readers that have begun with an older manifest."""
 
 _BATCH_ROWS = 65_536
 _COPIED_BYTES = 1 << 20
@@ -38,12 +38,12 @@ _COPIED_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Compacted:
-    """What a compaction has done.
+    """The result of a compaction.
 
-    :param files: that were replaced.
-    :param made: by how many.
-    :param rows: that these hold.
-    :param removed: files of earlier compactions, and orphans, that were deleted.
+    :param files: number of replaced files.
+    :param made: number of files written in their place.
+    :param rows: number of rows in these.
+    :param removed: number of deleted files: orphans, and files replaced earlier.
     """
 
     files: int = 0
@@ -52,18 +52,18 @@ class Compacted:
     removed: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the result as JSON values."""
         return asdict(self)
 
 
 def compact(
     sink: FilesSink, target_bytes: int = TARGET_BYTES, retention: float = RETENTION_SECONDS, now: float | None = None
 ) -> Compacted:
-    """Compact the files of all tables of a pipeline, and delete what is no longer named.
+    """Compact the files of all tables of a pipeline, and delete files that are no longer named.
 
-    :param target_bytes: size of the files that are made; those that have half of it stay as they are.
-    :param retention: seconds that files stay after they were replaced. A unit must not take that long.
-    :param now: seconds since 1970, by default by the clock.
+    :param target_bytes: size of the written files; files of at least half this size stay as they are.
+    :param retention: seconds for which replaced files stay. A unit must not take that long.
+    :param now: seconds since 1970; by default the current time.
     :raises GateClosed: when the pipeline has not been provisioned.
     """
     head = sink.head()
@@ -82,7 +82,7 @@ class Compaction:
     now: float
 
     def run(self, head: Head) -> Compacted:
-        """Compact what ``head`` names, group after group."""
+        """Compact the files that ``head`` names, one group after the other."""
         files, made, rows = 0, 0, 0
         for group in self._groups(head.contents):
             written = self._write(group)
@@ -93,7 +93,7 @@ class Compaction:
         return Compacted(files, made, rows, removed)
 
     def _groups(self, contents: Contents) -> Iterator[list[DataFile]]:
-        """Files of one table, version, date and format that together make one, in the order of their rows."""
+        """Yield groups of files of one table, version, date and format to merge, in the order of their rows."""
         small = [file for file in files_of(contents) if file.size < self.target_bytes / 2]
         small.sort(key=lambda file: (*_kind(file), file.first, file.last, file.path))
         for _, found in groupby(small, key=_kind):
@@ -108,7 +108,7 @@ class Compaction:
                 yield group
 
     def _write(self, group: Sequence[DataFile]) -> DataFile:
-        """One file with the rows of all, a batch at a time."""
+        """Write one file with the rows of all, batch by batch."""
         first = group[0]
         name = f"{partition(first.folder, first.version, first.date)}/{uuid.uuid4().hex}.{first.format}"
         root = self.sink.root
@@ -140,7 +140,7 @@ class Compaction:
         )
 
     def _schema(self, group: Sequence[DataFile]) -> pa.Schema:
-        """The columns of all files: in a version each has one type."""
+        """Return the columns of all files; within a version each column has one type."""
         schemas = []
         for file in group:
             with self.sink.root.reading(file.path) as source:
@@ -148,33 +148,34 @@ class Compaction:
         return pa.unify_schemas(schemas)
 
     def _commit(self, group: Sequence[DataFile], written: DataFile) -> bool:
-        """Name the new file in place of the old ones, unless another has replaced one of them."""
+        """Name the new file in place of the old ones, unless another compaction has replaced one of them."""
         began = time.monotonic()
 
         def decide(contents: Contents) -> Commit | None:
             named = contents.get("files", {})
-            # One that has slept may find its file taken for an orphan by another.
+            # After a long pause, another compaction may already have removed the new file as an orphan.
             if any(file.path not in named for file in group) or time.monotonic() - began > self.retention / 2:
                 return None
             return Commit(replaced(group, [written], self.now))
 
-        done = self.sink.append_beside(f"{len(group)} files of {written.folder} compacted", decide)
+        done = self.sink.append_without_epoch(f"{len(group)} files of {written.folder} compacted", decide)
         failpoint("after-compaction")
         return done or self.sink.settled([written.path])
 
     def _remove_old(self) -> int:
-        """Delete files that were replaced long ago; then forget them."""
+        """Delete files that were replaced long ago, and remove them from the record."""
         head = self.sink.head()
         old = {} if head is None else head.contents.get("old", {})
         gone = [path for path, since in old.items() if self.now - since >= self.retention]
         for path in gone:
             self.sink.root.remove(path)
         if gone:
-            self.sink.append_beside(f"{len(gone)} files forgotten", lambda _: Commit(Change(removed={"old": gone})))
+            forgotten = Commit(Change(removed={"old": gone}))
+            self.sink.append_without_epoch(f"{len(gone)} files forgotten", lambda _: forgotten)
         return len(gone)
 
     def _remove_orphans(self) -> int:
-        """Delete files that no entry names and that are too old to be of a unit under way."""
+        """Delete files that no entry names and that are too old to belong to a running unit."""
         head = self.sink.head()
         if head is None:
             return 0
@@ -188,12 +189,12 @@ class Compaction:
 
 
 def _kind(file: DataFile) -> tuple[str, int, str, str]:
-    """What files have in common that can become one."""
+    """Return the properties that files must share to be merged."""
     return file.folder, file.version, file.date, file.format
 
 
 def _fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.Table:
-    """A batch with all columns of a schema, null where it has none."""
+    """Return a batch with all columns of a schema; missing columns are null."""
     names = set(batch.schema.names)
     columns = [
         batch.column(field.name) if field.name in names else pa.nulls(batch.num_rows, field.type) for field in schema

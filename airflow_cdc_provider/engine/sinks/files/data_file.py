@@ -1,16 +1,16 @@
-"""Data files, and what the log says of them. Pure decisions.
+"""Data files, and their sections in the log. Pure decisions.
 
-The log has three sections of its own for a files sink, see :mod:`.record_contents`:
+A files sink adds these sections to the log, see :mod:`.record_contents`:
 
 ==========  ===========================================================================================
-``files``   by path: a :class:`DataFile`, which is in the changelog from the entry on that names it
-``old``     by path: when a file was replaced by others that hold its rows, and is no longer named
-``shapes``  by folder of a target: the version at hand, and the types of the columns of its files
+``files``   by path: a :class:`DataFile`, which belongs to the changelog from this entry on
+``old``     by path: when a file was replaced by others with its rows; it is no longer named
+``shapes``  by folder of a target: the current version, and the types of the columns of its files
 ``reads``   by folder of a target: LSN and ``_seq`` of the rows that were last read from the source
 ==========  ===========================================================================================
 
-All files of a version can be read together: a column has one type in all that have it. Where a column of the source
-gets another type, the table is read again whole, and a new version begins with its rows.
+All files of a version can be read together: each column has one type in all files that have it. If a column of the
+source changes its type, the whole table is read again, and a new version begins with its rows.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn, parse_
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.sinks.files.row_format import column_type
-from airflow_cdc_provider.engine.sinks.files.settings import Format
+from airflow_cdc_provider.engine.sinks.files.settings import FileFormat
 from airflow_cdc_provider.engine.sinks.lake.paths import folder
-from airflow_cdc_provider.engine.sinks.record_log.read_position import Room, room_at
+from airflow_cdc_provider.engine.sinks.record_log.read_position import ReadPosition, read_position
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change, Contents
 
 
@@ -33,10 +33,10 @@ from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change,
 class DataFile:
     """A file of rows.
 
-    :param path: below the sink's path.
-    :param folder: of its target, see :func:`folder_of`.
-    :param version: of the target's shape.
-    :param date: UTC date of its rows' commits, or of their read.
+    :param path: path below the sink's path.
+    :param folder: folder of its target, see :func:`folder_of`.
+    :param version: version of the schema of the target's files.
+    :param date: UTC date on which its rows were committed, or read.
     :param size: bytes.
     :param first: lowest LSN of its rows.
     :param last: highest LSN of its rows.
@@ -52,23 +52,23 @@ class DataFile:
     last: LogPosition
 
     @property
-    def format(self) -> Format:
-        """What it is written in, whatever the pipeline file says by now."""
+    def format(self) -> FileFormat:
+        """Return the format of the file, independent of the pipeline file's current format."""
         return "json" if self.path.endswith(".json") else "parquet"
 
     def to_dict(self) -> dict[str, Any]:
-        """The file as JSON values; :meth:`from_dict` reads them back."""
+        """Return the file as JSON values; :meth:`from_dict` reads them back."""
         return {**asdict(self), "first": format_lsn(self.first), "last": format_lsn(self.last)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DataFile:
-        """Read what :meth:`to_dict` wrote."""
+        """Return the file from the values of :meth:`to_dict`."""
         return cls(**{**values, "first": parse_lsn(values["first"]), "last": parse_lsn(values["last"])})
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What the files of a target have in common.
+class FileSchema:
+    """The common schema of a target's files.
 
     :param columns: types by name, of all columns that a file of the version has.
     """
@@ -76,73 +76,75 @@ class Shape:
     version: int = 1
     columns: Mapping[str, str] = field(default_factory=dict)
 
-    def with_table(self, table: Table, format_: Format) -> Shape | None:
-        """The shape when the table's rows come as well; ``None`` when a column has another type in files before."""
+    def with_table(self, table: Table, format_: FileFormat) -> FileSchema | None:
+        """Return the schema with the table's rows added; ``None`` if the type of a column differs from older files."""
         new = {column.name: str(column_type(column, format_)) for column in table.columns}
         if any(self.columns.get(name, kind) != kind for name, kind in new.items()):
             return None
-        return Shape(self.version, {**self.columns, **new})
+        return FileSchema(self.version, {**self.columns, **new})
 
-    def anew(self, table: Table, format_: Format) -> Shape:
-        """The shape when all rows of the table are written again: the same version, if that is possible."""
-        return self.with_table(table, format_) or Shape(self.version + 1).with_table(table, format_) or Shape()
+    def for_rewrite(self, table: Table, format_: FileFormat) -> FileSchema:
+        """Return the schema when all rows of the table are rewritten; the version stays the same if possible."""
+        return (
+            self.with_table(table, format_) or FileSchema(self.version + 1).with_table(table, format_) or FileSchema()
+        )
 
 
 def folder_of(target: Target) -> str:
-    """The folder of a target."""
+    """Return the folder of a target."""
     return folder(target.schema, target.name)
 
 
 def partition(folder: str, version: int, date: str) -> str:
-    """The folder of the files of a target and a date."""
+    """Return the folder of the files of a target and a date."""
     return f"{folder}/{f'v{version}/' if version > 1 else ''}_date={date}"
 
 
 def files_of(contents: Contents) -> list[DataFile]:
-    """All files of the changelogs, in the order of their rows."""
+    """Return all files of the changelogs, in the order of their rows."""
     found = map(DataFile.from_dict, contents.get("files", {}).values())
     return sorted(found, key=lambda file: (file.folder, file.version, file.first, file.last, file.path))
 
 
 def known(contents: Contents) -> set[str]:
-    """The paths of all files that are, or have been, in the changelogs, and that readers may be at."""
+    """Return the paths of all files that are or were in the changelogs, and that readers may still use."""
     return {*contents.get("files", {}), *contents.get("old", {})}
 
 
-def shape_of(contents: Contents, folder: str) -> Shape:
-    """The shape of a target's files."""
+def file_schema(contents: Contents, folder: str) -> FileSchema:
+    """Return the schema of a target's files."""
     found = contents.get("shapes", {}).get(folder)
-    return Shape() if found is None else Shape(**found)
+    return FileSchema() if found is None else FileSchema(**found)
 
 
-def room_of(contents: Contents, folder: str, lsn: LogPosition, replacing: bool) -> Room:
-    """Where rows that are read now stand.
+def next_read_position(contents: Contents, folder: str, lsn: LogPosition, replacing: bool) -> ReadPosition:
+    """Return the position in the changelog for rows that are read now.
 
     :param lsn: the applied LSN.
-    :param replacing: they replace what the changelog amounts to.
+    :param replacing: the rows replace the current rows of the changelog.
     """
     read = contents.get("reads", {}).get(folder)
     last = int(read["seq"]) if read is not None and parse_lsn(read["lsn"]) == lsn else None
     has_rows = any(value["folder"] == folder for value in contents.get("files", {}).values())
-    return room_at(lsn, last, replacing and has_rows)
+    return read_position(lsn, last, replacing and has_rows)
 
 
 def with_files(files: Iterable[DataFile]) -> Change:
-    """Files are in the changelogs."""
+    """Return the change that adds files to the changelogs."""
     return Change({"files": {file.path: file.to_dict() for file in files}})
 
 
-def with_shape(folder: str, shape: Shape) -> Change:
-    """A target has a shape."""
-    return Change({"shapes": {folder: asdict(shape)}})
+def with_file_schema(folder: str, schema: FileSchema) -> Change:
+    """Return the change that sets the schema of a target's files."""
+    return Change({"shapes": {folder: asdict(schema)}})
 
 
-def with_read(folder: str, room: Room) -> Change:
-    """Rows of a target have been read."""
-    return Change({"reads": {folder: {"lsn": format_lsn(room.lsn), "seq": room.seq}}})
+def with_read(folder: str, position: ReadPosition) -> Change:
+    """Return the change that records a read of a target's rows."""
+    return Change({"reads": {folder: {"lsn": format_lsn(position.lsn), "seq": position.seq}}})
 
 
 def replaced(before: Iterable[DataFile], after: Iterable[DataFile], now: float) -> Change:
-    """Files hold the rows of others."""
+    """Return the change that replaces files by others with the same rows."""
     gone = [file.path for file in before]
     return with_files(after) + Change({"old": dict.fromkeys(gone, now)}, {"files": gone})

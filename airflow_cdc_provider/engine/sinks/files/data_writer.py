@@ -1,7 +1,7 @@
-"""Writing data files: one for each date that rows are of, cut where they get large.
+"""Writes data files: one for each date of the rows, split when they become large.
 
-A file has its final name from the beginning, as object stores cannot rename. It is no part of any changelog before an
-entry of the log names it. That it is being written is noted before, so that what is never named can be removed.
+A file has its final name from the beginning, because object stores cannot rename. It belongs to a changelog only once
+an entry of the log names it. A note is written before each file, so that files that are never named can be removed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import pyarrow.compute as pc
 from airflow_cdc_provider.engine.core.lsn import LOG_END, LOG_START, LogPosition
 from airflow_cdc_provider.engine.sinks.files.data_file import DataFile, partition
 from airflow_cdc_provider.engine.sinks.files.row_format import FileWriter, writer
-from airflow_cdc_provider.engine.sinks.files.settings import Format
-from airflow_cdc_provider.engine.sinks.lake.storage import Place
+from airflow_cdc_provider.engine.sinks.files.settings import FileFormat
+from airflow_cdc_provider.engine.sinks.lake.storage import Storage
 
 LARGEST = 256 << 20
-"""Bytes at which a file ends and another one begins."""
+"""Bytes at which a file ends and the next one begins."""
 
 _DAY = 86_400_000_000  # microseconds
 
@@ -48,22 +48,21 @@ class _Open:
 class DataWriter:
     """Writes rows of one target below a path.
 
-    :param notes: where it is noted what is being written, by the names of the files.
-    :param folder: of the target.
-    :param version: of its shape.
-    :ivar files: that are complete.
+    :param notes: directory of the notes, under the names of the files.
+    :param folder: folder of the target.
+    :param version: version of its schema. :ivar files: complete files.
     """
 
-    root: Place
-    notes: Place
+    root: Storage
+    notes: Storage
     folder: str
     version: int
-    format: Format
+    format: FileFormat
     files: list[DataFile] = field(default_factory=list)
     _open: dict[str, _Open] = field(default_factory=dict)
 
     def write(self, rows: pa.Table) -> None:
-        """Write rows, each into the file of the UTC date of its commit; those without one are of today."""
+        """Write each row into the file of the UTC date of its commit; rows without a commit time count as today's."""
         for date, chosen in _by_date(rows):
             found = self._open.get(date) or self._begin(date, rows.schema)
             found.writer.write(chosen)
@@ -74,7 +73,7 @@ class DataWriter:
                 self._finish(date)
 
     def close(self) -> list[DataFile]:
-        """Complete all files; they are durable then."""
+        """Complete all files, so that they are durable."""
         for date in list(self._open):
             self._finish(date)
         return self.files
@@ -110,12 +109,12 @@ class DataWriter:
 
 
 class Aborted(Exception):
-    """What open files are told when they are not to be kept."""
+    """Raised into open files that are to be discarded."""
 
 
 @contextmanager
-def writing(root: Place, notes: Place, folder: str, version: int, format_: Format) -> Iterator[DataWriter]:
-    """Files that are removed if the block fails."""
+def writing(root: Storage, notes: Storage, folder: str, version: int, format_: FileFormat) -> Iterator[DataWriter]:
+    """Yield a writer whose files are removed if the block fails."""
     made = DataWriter(root, notes, folder, version, format_)
     try:
         yield made
@@ -125,7 +124,7 @@ def writing(root: Place, notes: Place, folder: str, version: int, format_: Forma
 
 
 def note_of(name: str) -> str:
-    """The note of a data file."""
+    """Return the name of a data file's note."""
     return name.rpartition("/")[2]
 
 

@@ -1,12 +1,12 @@
-"""Manifests: what readers are told of the changelogs, made anew from the log after every commit.
+"""Manifests: list the files of the changelogs for readers, rewritten from the log after every commit.
 
-``_manifest/<pipeline>.json`` names the files of all tables. It is replaced whole, so who reads it sees all tables after
-the same unit. Before that, the paths of each table's files are listed in ``_manifest/<schema>/<table>.txt``, one a
-line, which most readers take as it is.
+``_manifest/<pipeline>.json`` names the files of all tables. It is replaced as a whole, so that its readers see all
+tables after the same unit. Before that, the paths of each table's files are written to
+``_manifest/<schema>/<table>.txt``, one per line; most readers can use this list directly.
 
-The log is the truth: a manifest can be behind it for a moment, and after a crash until the next step of the pipeline.
-Whoever has published looks at the log again. If that has gone on, another may have published something newer, which
-ours has replaced, be it in part; so it is all published again.
+The log is authoritative. A manifest can be behind it for a moment, and after a crash until the pipeline's next step.
+After publishing, a process checks the log again. If the log has new entries, another process may have published a newer
+manifest that was overwritten, possibly in part. So everything is published again.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from typing import Any
 from urllib.parse import unquote
 
 from airflow_cdc_provider.engine.core.failpoint import failpoint
-from airflow_cdc_provider.engine.sinks.files.data_file import DataFile, files_of, shape_of
+from airflow_cdc_provider.engine.sinks.files.data_file import DataFile, file_schema, files_of
 from airflow_cdc_provider.engine.sinks.lake.log import Head
-from airflow_cdc_provider.engine.sinks.lake.storage import Place
+from airflow_cdc_provider.engine.sinks.lake.storage import Storage
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Contents
 
 FOLDER = "_manifest"
 _NUMBER = re.compile(rb'^\{"number": (\d+)')
 _NUMBER_BYTES = 64
 
-_listed: dict[tuple[Place, str], tuple[int, Mapping[str, bytes]]] = {}
-"""By manifest the number that this process has last written, and the lists that it has left then."""
+_listed: dict[tuple[Storage, str], tuple[int, Mapping[str, bytes]]] = {}
+"""By manifest, the number that this process has last written, and the lists at that time."""
 
 _publishing = threading.RLock()
 
 
-def publish(root: Place, pipeline: str, newest: Callable[[], Head | None]) -> None:
-    """Bring a pipeline's manifest, and the lists of its tables, up to its log, unless they are.
+def publish(root: Storage, pipeline: str, newest: Callable[[], Head | None]) -> None:
+    """Update a pipeline's manifest and the lists of its tables to its log, unless they are current.
 
-    :param newest: the head of the log as it is now.
+    :param newest: returns the current head of the log.
     """
     name = f"{FOLDER}/{pipeline}.json"
     with _publishing:
@@ -56,7 +56,7 @@ def publish(root: Place, pipeline: str, newest: Callable[[], Head | None]) -> No
                 if known.get(list_) != paths:
                     root.replace(list_, paths)
             failpoint("in-manifest")
-            if _published(root, name) <= head.number:  # looked at again, lest something newer be taken back
+            if _published(root, name) <= head.number:  # checked again, so that a newer manifest is not overwritten
                 root.replace(name, text)
                 _listed[root, name] = head.number, lists
             failpoint("after-manifest")
@@ -66,25 +66,25 @@ def publish(root: Place, pipeline: str, newest: Callable[[], Head | None]) -> No
                 return
 
 
-def manifest(root: Place, pipeline: str, head: Head) -> dict[str, Any]:
-    """What a pipeline's manifest says. Its number comes first."""
+def manifest(root: Storage, pipeline: str, head: Head) -> dict[str, Any]:
+    """Return a pipeline's manifest, with its number first."""
     tables = {}
     for folder, files in _by_folder(head.contents).items():
-        version = shape_of(head.contents, folder).version
+        version = file_schema(head.contents, folder).version
         schema, name = map(unquote, folder.split("/"))
         tables[f"{schema}.{name}"] = {
             "schema": schema,
             "name": name,
             "version": version,
-            "files": [_told(root, file) for file in files if file.version == version],
-            "earlier": [_told(root, file) for file in files if file.version < version],
+            "files": [_file_entry(root, file) for file in files if file.version == version],
+            "earlier": [_file_entry(root, file) for file in files if file.version < version],
         }
     applied = head.contents["head"]["applied"]
     return {"number": head.number, "pipeline": pipeline, "applied": applied, "tables": tables}
 
 
-def published(root: Place, pipeline: str, folder: str) -> list[DataFile]:
-    """The files of a target that the manifest names, for want of a log."""
+def published(root: Storage, pipeline: str, folder: str) -> list[DataFile]:
+    """Return the files of a target that the manifest names, for use when there is no log."""
     found = root.read(f"{FOLDER}/{pipeline}.json")
     tables = {} if found is None else json.loads(found)["tables"]
     table = tables.get(".".join(map(unquote, folder.split("/"))), {"files": [], "earlier": []})
@@ -104,23 +104,23 @@ def _by_folder(contents: Contents) -> dict[str, list[DataFile]]:
     return found
 
 
-def _lists(root: Place, contents: Contents) -> dict[str, bytes]:
-    """Of each table the paths of the files that can be read together, by the name of the list."""
+def _lists(root: Storage, contents: Contents) -> dict[str, bytes]:
+    """Return, by name of each table's list, the paths of the files that can be read together."""
     found = {}
     for folder, files in _by_folder(contents).items():
-        version = shape_of(contents, folder).version
+        version = file_schema(contents, folder).version
         paths = (root.location(file.path) for file in files if file.version == version)
         found[f"{FOLDER}/{folder}.txt"] = "".join(f"{path}\n" for path in paths).encode()
     return found
 
 
-def _told(root: Place, file: DataFile) -> dict[str, Any]:
+def _file_entry(root: Storage, file: DataFile) -> dict[str, Any]:
     values = file.to_dict()
-    told = ("version", "date", "rows", "size", "first", "last")
-    return {"path": root.location(file.path)} | {name: values[name] for name in told}
+    names = ("version", "date", "rows", "size", "first", "last")
+    return {"path": root.location(file.path)} | {name: values[name] for name in names}
 
 
-def _published(root: Place, name: str) -> int:
-    """The number of the manifest that is there."""
+def _published(root: Storage, name: str) -> int:
+    """Return the number of the existing manifest."""
     found = _NUMBER.match(root.read(name, _NUMBER_BYTES) or b"")
     return int(found[1]) if found else 0

@@ -1,4 +1,4 @@
-"""Files as a kind of sinks: opened, checked, maintained."""
+"""The plugin for files sinks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 class FilesPlugin:
-    """See :class:`.SinkPlugin`."""
+    """The plugin for files sinks."""
 
     settings = FilesSettings
 
     def open(self, settings: FilesSettings, pipeline: str, part: str = "") -> FilesSink:
-        """See :meth:`.SinkPlugin.open`."""
+        """Open the sink of a pipeline."""
         from airflow_cdc_provider.engine.sinks.files.sink import FilesSink
-        from airflow_cdc_provider.engine.sinks.lake.storage import Place
+        from airflow_cdc_provider.engine.sinks.lake.storage import Storage
 
-        return FilesSink(Place(settings.path), pipeline, settings.mode, settings.format)
+        return FilesSink(Storage(settings.path), pipeline, settings.mode, settings.format)
 
     def check(
         self,
@@ -34,13 +34,13 @@ class FilesPlugin:
         targets: Sequence[Target] | None,
         source: SourceIdentity | None,
     ) -> None:
-        """See :meth:`.SinkPlugin.check`."""
+        """Check the sink, and whether it can have the targets."""
         from airflow_cdc_provider.engine.sinks.files.checks import check
 
         check(settings, self.open(settings, pipeline), checks, targets)
 
     def maintain(self, settings: FilesSettings, pipeline: str, retention: float | None) -> Sequence[Mapping[str, Any]]:
-        """See :meth:`.Maintained.maintain`: small files are compacted."""
+        """Compact small files."""
         from airflow_cdc_provider.engine.sinks.files.compaction import RETENTION_SECONDS, compact
 
         seconds = RETENTION_SECONDS if retention is None else retention

@@ -1,33 +1,33 @@
-"""Chunks and re-reads in files: written by tasks, and committed by one entry of the log."""
+"""Writes chunks and re-reads to files: tasks write them, and one entry of the log commits them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-
-import pyarrow as pa
+from functools import partial
 
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import StagingLost
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import format_lsn, parse_lsn
 from airflow_cdc_provider.engine.core.record import Target, Watermark
-from airflow_cdc_provider.engine.postgres.server_identity import Origin
+from airflow_cdc_provider.engine.core.source_rows import SourceRows
+from airflow_cdc_provider.engine.postgres.server_identity import ServerIdentity
 from airflow_cdc_provider.engine.sinks.files import row_format as rows_
 from airflow_cdc_provider.engine.sinks.files.data_file import (
     DataFile,
-    Shape,
+    FileSchema,
+    file_schema,
     folder_of,
-    room_of,
-    shape_of,
+    next_read_position,
+    with_file_schema,
     with_read,
-    with_shape,
 )
 from airflow_cdc_provider.engine.sinks.files.units import FilesUnits
 from airflow_cdc_provider.engine.sinks.record_log import record_contents
 from airflow_cdc_provider.engine.sinks.record_log.append_only import only
-from airflow_cdc_provider.engine.sinks.record_log.read_position import Room
+from airflow_cdc_provider.engine.sinks.record_log.read_position import ReadPosition
 from airflow_cdc_provider.engine.sinks.record_log.record import Commit
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change, Contents
 from airflow_cdc_provider.engine.sinks.staged import CopiedChunk
@@ -35,39 +35,38 @@ from airflow_cdc_provider.engine.sinks.staged import CopiedChunk
 
 @dataclass(frozen=True)
 class FilesReads(FilesUnits):
-    """See :class:`.contract.Sink`: chunks and re-reads."""
+    """The part of a files sink that writes rows read from the source."""
 
     def write_chunk(
         self,
         epoch: int,
         target: Target,
         chunk: Chunk,
-        origin: Origin,
-        batches: Iterator[pa.RecordBatch],
-        finish: Callable[[], Watermark],
-    ) -> Written | None:
-        """See :meth:`.contract.Sink.write_chunk`."""
+        origin: ServerIdentity,
+        rows: SourceRows,
+    ) -> WrittenRead | None:
+        """Write the rows of a chunk to files."""
         contents = self._contents(epoch)
         if not self._is_open(contents, chunk, origin):
             return None
         failpoint("before-chunk-staged")
-        shape = shape_of(contents, folder_of(target))
-        written = self._write_rows(epoch, contents, target, shape, None if chunk.whole else (), batches, finish)
+        schema = file_schema(contents, folder_of(target))
+        written = self._write_rows(epoch, contents, target, schema, None if chunk.whole else (), rows)
         failpoint("after-chunk-staged")
         return written
 
     def commit_chunks(self, epoch: int, copied: Sequence[CopiedChunk]) -> Sequence[int | None]:
-        """See :meth:`.contract.Sink.commit_chunks`; one by one, as each is an entry that names files."""
+        """Commit chunks one by one, each with an entry that names its files."""
         return [self._commit_chunk(epoch, each) for each in copied]
 
     def _commit_chunk(self, epoch: int, copied: CopiedChunk) -> int | None:
-        found: Written = copied.written
+        found: WrittenRead = copied.written
         chunk = copied.chunk
 
         def decide(contents: Contents) -> Commit | None:
             if not self._is_open(contents, chunk, copied.origin):
                 return None
-            self._require_room(contents, copied.target, found)
+            self._require_position(contents, copied.target, found)
             committed = record_contents.chunk_committed(chunk, found.watermark, found.rows, epoch)
             return Commit(committed + self._read(copied.target, found))
 
@@ -82,23 +81,22 @@ class FilesReads(FilesUnits):
         epoch: int,
         target: Target,
         keys: frozenset[tuple[str, ...]] | None,
-        batches: Iterator[pa.RecordBatch],
-        finish: Callable[[], Watermark],
+        rows: SourceRows,
         before: Target | None,
     ) -> int:
-        """See :meth:`.contract.Sink.replace`."""
+        """Commit a re-read."""
         contents = self._contents(epoch)
         if before is None:
             self._check([target], {})
-        shape = shape_of(contents, folder_of(target))
+        schema = file_schema(contents, folder_of(target))
         if keys is None:
-            shape = shape.anew(target.table, self.format)
+            schema = schema.for_rewrite(target.table, self.format)
         else:
-            batches = (only(target, keys, batch) for batch in batches)
-        written = self._write_rows(epoch, contents, target, shape, keys, batches, finish)
+            rows = rows.changed(partial(only, target, keys))
+        written = self._write_rows(epoch, contents, target, schema, keys, rows)
 
         def decide(contents: Contents) -> Commit:
-            self._require_room(contents, target, written)
+            self._require_position(contents, target, written)
             read = record_contents.reread(contents, target, keys, written.watermark, written.rows)
             if keys is None:
                 read += self._without_lost(contents, folder_of(target))
@@ -114,60 +112,60 @@ class FilesReads(FilesUnits):
         epoch: int,
         contents: Contents,
         target: Target,
-        shape: Shape,
+        schema: FileSchema,
         keys: Collection[tuple[str, ...]] | None,
-        batches: Iterator[pa.RecordBatch],
-        finish: Callable[[], Watermark],
-    ) -> Written:
-        """Write rows that were read from the source, and before them what they replace.
+        rows: SourceRows,
+    ) -> WrittenRead:
+        """Write rows read from the source, preceded by events for the rows that they replace.
 
-        :param keys: of the rows that they replace, ``None`` for all.
+        :param keys: keys of the replaced rows; ``None`` for all rows.
         """
         folder = folder_of(target)
         lsn = parse_lsn(contents["head"]["applied"])
-        room = room_of(contents, folder, lsn, keys is None or bool(keys))
-        rows, now = 0, int(time.time() * 1_000_000)
-        with self._writing(epoch, "chunks", folder, shape) as out:
-            if room.marker is not None and keys is None:
-                out.write(rows_.truncate(target, self.format, lsn, room.marker, now))
-            elif room.marker is not None and keys:
-                out.write(rows_.deletes(target, self.format, sorted(keys), lsn, room.marker, now))
-            for batch in batches:
+        position = next_read_position(contents, folder, lsn, keys is None or bool(keys))
+        count, now = 0, int(time.time() * 1_000_000)
+        with self._writing(epoch, "chunks", folder, schema) as out:
+            if position.marker is not None and keys is None:
+                out.write(rows_.truncate(target, self.format, lsn, position.marker, now))
+            elif position.marker is not None and keys:
+                out.write(rows_.deletes(target, self.format, sorted(keys), lsn, position.marker, now))
+            for batch in rows.batches():
                 if batch.num_rows:
-                    out.write(rows_.read_rows(target, self.format, batch, lsn, room.seq))
-                    rows += batch.num_rows
-            return Written(tuple(out.close()), room, shape, rows, finish())
+                    out.write(rows_.read_rows(target, self.format, batch, lsn, position.seq))
+                    count += batch.num_rows
+            return WrittenRead(tuple(out.close()), position, schema, count, rows.finish())
 
-    def _read(self, target: Target, written: Written) -> Change:
+    def _read(self, target: Target, written: WrittenRead) -> Change:
         folder = folder_of(target)
-        return with_shape(folder, written.shape) + with_read(folder, written.room)
+        return with_file_schema(folder, written.schema) + with_read(folder, written.position)
 
-    def _require_room(self, contents: Contents, target: Target, written: Written) -> None:
-        """Refuse rows that do not come behind all that is in the changelog by now.
+    def _require_position(self, contents: Contents, target: Target, written: WrittenRead) -> None:
+        """Refuse rows that would not come after everything in the changelog.
 
-        :raises StagingLost: when the stream has gone on, or the table was read again, since they were written.
+        :raises StagingLost: when the stream has advanced, or the table was read again, since the rows were written.
         """
         folder = folder_of(target)
-        applied, shape = parse_lsn(contents["head"]["applied"]), shape_of(contents, folder)
-        room = room_of(contents, folder, applied, written.room.marker is not None)
-        if applied != written.room.lsn or room.seq > written.room.seq or shape.version > written.shape.version:
+        applied, schema = parse_lsn(contents["head"]["applied"]), file_schema(contents, folder)
+        position = next_read_position(contents, folder, applied, written.position.marker is not None)
+        overtaken = applied != written.position.lsn or position.seq > written.position.seq
+        if overtaken or schema.version > written.schema.version:
             raise StagingLost(
-                f"rows of {target.table.label} were written for {format_lsn(written.room.lsn)}, but the changelog has"
-                f" gone on to {format_lsn(applied)}",
-                "Start again: the rows are read anew.",
+                f"rows of {target.table.label} were written for {format_lsn(written.position.lsn)}, but the changelog"
+                f" has advanced to {format_lsn(applied)}",
+                "Start again: the rows are read again.",
             )
 
 
 @dataclass(frozen=True)
-class Written:
-    """Rows that have been read from the source and written, and not been committed yet.
+class WrittenRead:
+    """Rows that have been read from the source and written, but not yet committed.
 
-    :param room: where they stand in the changelog.
-    :param shape: of the target, with them.
+    :param position: their position in the changelog.
+    :param schema: schema of the target's files with these rows.
     """
 
     files: tuple[DataFile, ...]
-    room: Room
-    shape: Shape
+    position: ReadPosition
+    schema: FileSchema
     rows: int
     watermark: Watermark

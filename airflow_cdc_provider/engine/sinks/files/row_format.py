@@ -1,7 +1,7 @@
-"""What stands in the files: columns and types, from Postgres's texts and back.
+"""Defines the contents of the files, and converts Postgres texts to them and back.
 
-A Parquet file has the source's columns in the types of :mod:`.typed_values`. A line of a JSON file is an object: whole
-numbers and booleans are JSON's, everything else is text as Postgres writes it.
+A Parquet file has the source's columns with the types of :mod:`.typed_values`. A line of a JSON file is an object:
+whole numbers and booleans are JSON values, everything else is a text as written by Postgres.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.table import Column
 from airflow_cdc_provider.engine.postgres.array_text import array_elements, array_texts
 from airflow_cdc_provider.engine.postgres.typed_values import TEXT, arrow_type, to_texts, to_typed
-from airflow_cdc_provider.engine.sinks.files.settings import Format
+from airflow_cdc_provider.engine.sinks.files.settings import FileFormat
 
 META = pa.schema(
     {
@@ -34,29 +34,29 @@ META = pa.schema(
         "_unchanged": pa.list_(pa.string()),
     }
 )
-"""The columns beside the source's. ``_commit_lsn`` is a number, so that every reader sorts it as Postgres does."""
+"""The columns in addition to the source's. ``_commit_lsn`` is a number, so that every reader sorts it like Postgres."""
 
 CODEC = "zstd"
 _BATCH_ROWS = 65_536
 _SAMPLE_ROWS = 4096
 
 
-def column_type(column: Column, format_: Format) -> pa.DataType:
-    """The type of a column in the files."""
+def column_type(column: Column, format_: FileFormat) -> pa.DataType:
+    """Return the type of a column in the files."""
     kind = arrow_type(column)
     if format_ == "json" and not (pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
         return TEXT
     return kind
 
 
-def schema_of(target: Target, format_: Format) -> pa.Schema:
-    """The schema of the files that are written of a target now."""
+def schema_of(target: Target, format_: FileFormat) -> pa.Schema:
+    """Return the current schema of a target's files."""
     columns = [pa.field(column.name, column_type(column, format_)) for column in target.table.columns]
     return pa.schema([*columns, *META])
 
 
-def read_rows(target: Target, format_: Format, batch: pa.RecordBatch, lsn: LogPosition, seq: int) -> pa.Table:
-    """Rows that were read from the source, as events.
+def read_rows(target: Target, format_: FileFormat, batch: pa.RecordBatch, lsn: LogPosition, seq: int) -> pa.Table:
+    """Return rows read from the source as events.
 
     :param batch: the captured columns as text.
     """
@@ -65,8 +65,8 @@ def read_rows(target: Target, format_: Format, batch: pa.RecordBatch, lsn: LogPo
     return _table(target, format_, [batch.column(i) for i in range(batch.num_columns)], meta, count)
 
 
-def truncate(target: Target, format_: Format, lsn: LogPosition, seq: int, now: int) -> pa.Table:
-    """The event that a table has been emptied.
+def truncate(target: Target, format_: FileFormat, lsn: LogPosition, seq: int, now: int) -> pa.Table:
+    """Return the event for an emptied table.
 
     :param now: microseconds since 1970.
     """
@@ -75,9 +75,9 @@ def truncate(target: Target, format_: Format, lsn: LogPosition, seq: int, now: i
 
 
 def deletes(
-    target: Target, format_: Format, keys: Sequence[tuple[str, ...]], lsn: LogPosition, seq: int, now: int
+    target: Target, format_: FileFormat, keys: Sequence[tuple[str, ...]], lsn: LogPosition, seq: int, now: int
 ) -> pa.Table:
-    """The events that the rows with some keys have gone.
+    """Return the events that delete rows by key.
 
     :param now: microseconds since 1970.
     """
@@ -94,8 +94,8 @@ def deletes(
     return _table(target, format_, columns, meta, count)
 
 
-def changes(target: Target, format_: Format, rows: pa.Table) -> pa.Table:
-    """Changes of the log as events; see :class:`.effects.Effect` for the rows."""
+def changes(target: Target, format_: FileFormat, rows: pa.Table) -> pa.Table:
+    """Return changes of the log as events; see :class:`.effects.Effect` for the rows."""
     columns = {name: _whole(rows.column(name)) for name in rows.column_names}
     names = [column.name for column in target.table.columns]
     meta = {
@@ -120,7 +120,7 @@ def changes(target: Target, format_: Format, rows: pa.Table) -> pa.Table:
 
 
 def _table(
-    target: Target, format_: Format, texts: Sequence[pa.Array], meta: dict[str, pa.Array], count: int
+    target: Target, format_: FileFormat, texts: Sequence[pa.Array], meta: dict[str, pa.Array], count: int
 ) -> pa.Table:
     schema = schema_of(target, format_)
     label = target.table.label
@@ -142,7 +142,7 @@ def _times(values: Sequence[int]) -> pa.Array:
 
 
 def _objects(names: Sequence[str], columns: Sequence[pa.Array]) -> pa.Array:
-    """JSON objects of texts, one a row."""
+    """Return JSON objects of texts, one per row."""
     if any(pc.any(pc.match_substring_regex(column, r"[\x00-\x1f]")).as_py() for column in columns):
         rows = zip(*(column.to_pylist() for column in columns), strict=True)
         return pa.array([json.dumps(dict(zip(names, row, strict=True)), ensure_ascii=False) for row in rows], TEXT)
@@ -162,21 +162,21 @@ class FileWriter(Protocol):
         """Append rows."""
 
     def close(self) -> None:
-        """Write what ends the file."""
+        """Write the end of the file."""
 
 
-def writer(format_: Format, file: IO[bytes], schema: pa.Schema) -> FileWriter:
-    """Begin a file."""
+def writer(format_: FileFormat, file: IO[bytes], schema: pa.Schema) -> FileWriter:
+    """Return a writer for a new file."""
     if format_ == "json":
         return _JsonWriter(file)
     return _ParquetWriter(file, schema)
 
 
 class _ParquetWriter:
-    """Begins the file with the first rows: where they are many, they tell in which columns values come again and again.
+    """Begins the file with the first rows; if there are many, they show which columns have repeated values.
 
-    Parquet's own way is to begin a dictionary for every column and to give it up when it has become too large: where
-    most values differ that takes longer than to write them, and the file is larger.
+    By default, Parquet begins a dictionary for every column, and abandons it when it becomes too large. If most values
+    differ, that takes longer than writing them, and the file is larger.
     """
 
     def __init__(self, file: IO[bytes], schema: pa.Schema) -> None:
@@ -199,7 +199,7 @@ class _ParquetWriter:
 
 
 def _repetitive(rows: pa.Table) -> list[str]:
-    """The columns, as Parquet names them, in which a value stands four times or more; of lists all."""
+    """Return Parquet's names of columns in which a value occurs four times or more on average, and of all lists."""
     lists = [f"{field.name}.list.element" for field in rows.schema if pa.types.is_list(field.type)]
     flat = [field.name for field in rows.schema if not pa.types.is_nested(field.type)]
     return lists + [name for name in flat if 4 * len(rows.column(name).unique()) <= rows.num_rows]
@@ -210,7 +210,7 @@ class _JsonWriter:
         self._file = file
 
     def write(self, rows: pa.Table) -> None:
-        """Append a line a row, without the columns of ours that it does not need."""
+        """Append one line per row, without empty columns that are not the source's."""
         times = rows.schema.get_field_index("_commit_ts")
         texts = pc.strftime(rows.column(times), "%Y-%m-%dT%H:%M:%SZ") if rows.num_rows else rows.column(times)
         for row in rows.set_column(times, "_commit_ts", texts).to_pylist():
@@ -218,11 +218,11 @@ class _JsonWriter:
             self._file.write(json.dumps(lean, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
 
     def close(self) -> None:
-        """Nothing ends the file."""
+        """Do nothing, as the format has no footer."""
 
 
-def batches(format_: Format, file: IO[bytes]) -> Iterator[pa.RecordBatch]:
-    """The rows of a Parquet file as they are in it; those of a JSON file as texts."""
+def batches(format_: FileFormat, file: IO[bytes]) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a Parquet file with its types; those of a JSON file as texts."""
     if format_ == "parquet":
         yield from pq.ParquetFile(file).iter_batches(_BATCH_ROWS)
         return
@@ -253,7 +253,9 @@ def _json_text(name: str, value: Any) -> str | None:
 
 
 def texts(target: Target, batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Rows of a file as :meth:`.contract.Sink.compared` needs them: the columns of the target and of the changelog."""
+    """Return rows of a file for :meth:`.contract.Sink.compared`: the columns of the target and of the changelog as
+    texts.
+    """
     names = [*(column.name for column in target.table.columns), "_op", "_commit_lsn", "_seq", "_before", "_unchanged"]
     found = set(batch.schema.names)
     columns = [_column_texts(name, batch.column(name)) if name in found else _nulls(batch) for name in names]

@@ -13,50 +13,50 @@ from airflow_cdc_provider.engine.sinks.lake.paths import as_path, folder
 if TYPE_CHECKING:
     from airflow_cdc_provider.engine.core.section import Section
 
-Format = Literal["parquet", "json"]
+FileFormat = Literal["parquet", "json"]
 
 
 @dataclass(frozen=True)
 class FilesSettings:
-    """See :class:`.SinkSettings`.
+    """Settings of a files sink.
 
-    :param path: the folder that holds all: a local path, or a URL that fsspec knows. Credentials are found as its
-        libraries find them, and do not stand in it.
+    :param path: the directory that contains everything: a local path, or a URL for fsspec. It must not contain
+        credentials, which fsspec's libraries find in their usual places.
     """
 
     path: str
-    format: Format = "parquet"
+    format: FileFormat = "parquet"
     schema: str = "{schema}"
     mode: Mode = "changelog"
     type: Literal["files"] = "files"
 
     @classmethod
     def parse(cls, section: Section) -> Self:
-        """See :meth:`.SinkSettings.parse`."""
+        """Parse the section."""
         section.take("mode", _changelog, "changelog")
         return cls(
             path=section.take("path", as_path),
-            format=cast(Format, section.take("format", _as_format, "parquet")),
+            format=cast(FileFormat, section.take("format", _as_format, "parquet")),
             schema=section.take("schema", as_text, "{schema}"),
         )
 
     @property
     def place(self) -> str:
-        """See :attr:`.SinkSettings.place`."""
+        """Return the path, for messages."""
         return self.path
 
     @property
     def secrets(self) -> Sequence[str]:
-        """See :attr:`.SinkSettings.secrets`: none."""
+        """Return no secrets."""
         return ()
 
     @property
     def spark_conf(self) -> Mapping[str, str]:
-        """See :attr:`.SinkSettings.spark_conf`: nothing, as files are written without the JVM."""
+        """Return no configuration: files are written without the JVM."""
         return {}
 
     def dataset(self, pipeline: str, schema: str, name: str) -> tuple[str, str]:
-        """See :meth:`.SinkSettings.dataset`."""
+        """Return the dataset of a target."""
         scheme, separator, rest = self.path.partition("://")
         bucket, _, path = rest.partition("/")
         if not separator or scheme in ("file", "local"):

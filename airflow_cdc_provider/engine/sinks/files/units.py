@@ -1,4 +1,4 @@
-"""Units of the stream in files: written by tasks, and committed by one entry of the log."""
+"""Writes units of the stream to files: tasks write them, and one entry of the log commits them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn
 from airflow_cdc_provider.engine.sinks.files import row_format as rows_
 from airflow_cdc_provider.engine.sinks.files.data_file import (
     DataFile,
-    Shape,
+    FileSchema,
+    file_schema,
     folder_of,
     known,
-    shape_of,
     with_files,
 )
 from airflow_cdc_provider.engine.sinks.files.data_writer import DataWriter, note_of, writing
@@ -34,10 +34,10 @@ from airflow_cdc_provider.engine.sinks.staged import Staged, StagedPiece
 
 @dataclass(frozen=True)
 class FilesUnits(FilesRecord):
-    """See :class:`.contract.Sink`: units."""
+    """The part of a files sink that writes units."""
 
     def stage(self, epoch: int, attempt: str, effects: Sequence[Effect]) -> tuple[Staged, ...]:
-        """See :meth:`.contract.Sink.stage`."""
+        """Write effects to data files."""
         if not effects:
             return ()
         contents = self._contents(epoch)
@@ -46,7 +46,7 @@ class FilesUnits(FilesRecord):
             target, relation = record_contents.target_of(contents, effect.label), None
             if effect.rows.num_rows:
                 folder = folder_of(target)
-                with self._writing(epoch, "units", folder, shape_of(contents, folder)) as out:
+                with self._writing(epoch, "units", folder, file_schema(contents, folder)) as out:
                     out.write(rows_.changes(target, self.format, effect.rows))
                     relation = json.dumps([file.to_dict() for file in out.close()])
             columns = tuple(effect.rows.column_names)
@@ -63,7 +63,7 @@ class FilesUnits(FilesRecord):
         pieces: Sequence[StagedPiece],
         noted: Mapping[str, Any] | None = None,
     ) -> bool:
-        """See :meth:`.contract.Sink.commit`."""
+        """Commit a unit with one entry of the log."""
         failpoint("before-batch-commit")
         staged = chain.from_iterable(piece.tables for piece in sorted(pieces, key=lambda piece: piece.index))
         files = [DataFile.from_dict(f) for s in staged if s.relation is not None for f in json.loads(s.relation)]
@@ -87,11 +87,11 @@ class FilesUnits(FilesRecord):
         decide: Callable[[Contents], Commit | None],
         place: Literal["before-chunk-commit", "before-reread-commit", "in-batch-commit"],
     ) -> bool:
-        """Append an entry that names files, and whatever else has been decided; then tell readers.
+        """Append an entry that names files, together with another decision; then publish it to readers.
 
         :param place: the failpoint before it.
-        :returns: false when nothing was to be committed; the files are gone then.
-        :raises StagingLost: when a file is not as it was written.
+        :returns: false when there was nothing to commit; the files have been removed then.
+        :raises StagingLost: when a file differs from what was written.
         """
 
         def named(contents: Contents) -> Commit | None:
@@ -101,8 +101,8 @@ class FilesUnits(FilesRecord):
             for file in files:
                 if (size := self.root.size(file.path)) != file.size:
                     raise StagingLost(
-                        f"{self.root.location(file.path)} was written with {file.size} bytes, and has {size or 0}",
-                        "Start again: the rows are written anew.",
+                        f"{self.root.location(file.path)} was written with {file.size} bytes, but has {size or 0}",
+                        "Start again: the rows are written again.",
                     )
             failpoint(place)
             return Commit(commit.now + with_files(files))
@@ -117,13 +117,13 @@ class FilesUnits(FilesRecord):
         return done
 
     def settled(self, paths: Sequence[str]) -> bool:
-        """Remove files whose entry was not appended as far as is known, unless it was.
+        """Remove files whose entry seems to be missing, unless it exists after all.
 
-        Who stands still between the creation of an entry and its look at the one before is told that it does not count
-        when that one has been removed meanwhile, although others have gone on from it.
+        A process may pause between creating an entry and checking the entry before it. If that one has been removed
+        meanwhile, the new entry is reported as invalid, although others may have continued from it.
 
-        :param paths: of files that one entry was to name.
-        :returns: whether it did.
+        :param paths: paths of files that one entry was to name.
+        :returns: whether the entry exists.
         """
         head = self.head()
         found = known({} if head is None else head.contents)
@@ -133,12 +133,12 @@ class FilesUnits(FilesRecord):
         return any(path in found for path in paths)
 
     def _writing(
-        self, epoch: int, kind: Literal["units", "chunks"], folder: str, shape: Shape
+        self, epoch: int, kind: Literal["units", "chunks"], folder: str, schema: FileSchema
     ) -> AbstractContextManager[DataWriter]:
-        return writing(self.root, self._staging(kind, epoch), folder, shape.version, self.format)
+        return writing(self.root, self._staging(kind, epoch), folder, schema.version, self.format)
 
     def sweep(self, epoch: int) -> None:
-        """See :meth:`.contract.Sink.sweep`; with the notes go the files that no entry names."""
+        """Remove staged notes, and the files of notes that no entry names."""
         head = self._log.head()
         if head is None or head.contents["head"]["epoch"] != epoch:
             return
@@ -146,13 +146,13 @@ class FilesUnits(FilesRecord):
         super().sweep(epoch)
 
     def drop(self) -> None:
-        """See :meth:`.contract.Sink.drop`; the last manifest stays with the files."""
+        """Remove the commit record and everything staged; the last manifest stays with the files."""
         if (head := self._log.head()) is not None:
             self._remove_unnamed(head, lambda kind, left: True)
         super().drop()
 
     def _remove_unnamed(self, head: Head, chosen: Callable[[str, int], bool]) -> None:
-        """Remove files that no entry of the log names, of some kinds and epochs."""
+        """Remove files that no entry of the log names, of the chosen kinds and epochs."""
         staging, found = self._home / "staging", known(head.contents)
         for name in staging.files():
             kind, epoch, _ = name.split("/")

@@ -1,1 +1,1 @@
-"""Kafka as a sink: changes as messages, each unit in all topics in one transaction."""
+"""Kafka as a sink: changes as messages; each unit is written to all topics in one transaction."""

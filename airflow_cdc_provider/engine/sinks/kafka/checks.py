@@ -1,4 +1,4 @@
-"""What can be checked of a Kafka sink, changing nothing but for a transaction without messages."""
+"""Checks a Kafka sink, changing nothing; a transaction without messages is begun and ended."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check(
     targets: Sequence[Target] | None,
     source: SourceIdentity | None,
 ) -> None:
-    """See :meth:`.SinkPlugin.check`."""
+    """Check the sink, and whether it can have the targets."""
     checks.run("sink", lambda: f"Kafka answers at {settings.place}, cluster {sink.cluster.id()}.")
     for warning in readable_logins("sink", settings.properties, settings.registry, settings.registry_properties):
         checks.warn("encryption", warning)
@@ -49,37 +49,37 @@ def check(
 def _timeout(settings: KafkaSettings, sink: KafkaSink) -> str:
     wanted, allowed = int(settings.transaction_timeout * 1000), sink.cluster.broker_setting(_MAXIMUM)
     if allowed is None:
-        raise Caution(f"The brokers do not say what their {_MAXIMUM} is.")
+        raise Caution(f"The brokers do not report their {_MAXIMUM}.")
     if wanted > int(allowed):
         raise ConfigError(
             f"sink.transaction_timeout is {wanted} ms, but the brokers' {_MAXIMUM} is {allowed}",
-            f"Shorten it, or raise {_MAXIMUM} of the brokers.",
+            f"Lower `sink.transaction_timeout`, or raise {_MAXIMUM} of the brokers.",
         )
-    return f"The brokers let transactions last {settings.transaction_timeout:g} seconds."
+    return f"The brokers allow transactions of {settings.transaction_timeout:g} seconds."
 
 
 def _transactions(sink: KafkaSink) -> str:
     sink.probe().end()
-    return "Transactions can be begun."
+    return "Transactions can be started."
 
 
 def _journal(sink: KafkaSink) -> str:
     sink.journal.require()
-    return f"The topic {sink.journal.topic} keeps the commit record, or will be made."
+    return f"The topic {sink.journal.topic} keeps the commit record, or will be created."
 
 
 def _identity(sink: KafkaSink, source: SourceIdentity, targets: Sequence[Target] | None) -> str:
-    """Refuse to write what the pipeline reads: it would never come to an end."""
+    """Refuse to write topics that the pipeline reads, because that would never end."""
     record = sink.record()
     known = {target.table.label: target for target in (*(record.targets if record else ()), *(targets or ()))}
     own = (sink.journal.topic, sink.staging.topic, *map(sink.topics.name, known.values()))
     for topic in own:
         if source.holds(f"kafka {sink.cluster.id()}", topic):
             raise SinkIsSource(
-                f"the pipeline reads {topic}, which it writes",
-                "Give the sink another topic by sink.topic, or leave the pipeline's own topics out of what is read.",
+                f"the pipeline reads {topic}, but also writes to it",
+                "Set another topic in `sink.topic`, or exclude the pipeline's own topics from the source.",
             )
-    return "The pipeline reads no topic that it writes."
+    return "The pipeline does not write to topics that it reads."
 
 
 def _registry(url: str, properties: Properties) -> str:
@@ -93,9 +93,9 @@ def _names(sink: KafkaSink, targets: Sequence[Target]) -> str:
         if len(topic) > _LONGEST:
             raise ConfigError(
                 f"the topic of {target.table.label} would have {len(topic)} characters: {topic}",
-                f"Kafka takes {_LONGEST}; shorten `sink.topic`, `sink.schema` or the pipeline's name.",
+                f"Kafka allows {_LONGEST}; shorten `sink.topic`, `sink.schema` or the pipeline's name.",
             )
-    return "Every table has a name for its topic that Kafka takes."
+    return "The name of every topic is valid in Kafka."
 
 
 def _cleanup(sink: KafkaSink, targets: Sequence[Target]) -> str:
@@ -106,22 +106,22 @@ def _cleanup(sink: KafkaSink, targets: Sequence[Target]) -> str:
     policies = [there.get(name, made).get("cleanup.policy", default) for name in names]
     compacted = [target for target, policy in zip(targets, policies, strict=True) if "compact" in policy]
     if not compacted:
-        return "Topics keep every change, for as long as the brokers are set to."
+        return "Topics keep every change for the brokers' retention time."
     keyless = next((target for target in compacted if not target.table.key), None)
     if keyless is not None:
         raise ConfigError(
-            f"the topic {sink.topics.name(keyless)} is compacted (cleanup.policy): it takes no messages without a key,"
-            f" as those of {keyless.table.label} are",
-            "Give the table a primary key, leave it out, or let the topic have cleanup.policy delete.",
+            f"the topic {sink.topics.name(keyless)} is compacted (cleanup.policy) and rejects messages without a"
+            f" key, but {keyless.table.label} has no key",
+            "Give the table a primary key, do not capture it, or set the topic's cleanup.policy to delete.",
         )
     if not sink.settings.truncates:
         return "Topics keep the last change of each key."
     raise Caution(
-        "Compacted topics take no message without a key: a TRUNCATE of a source table, or a table that is read again"
-        " as a whole, will stop the pipeline."
+        "Compacted topics reject messages without a key: a TRUNCATE of a source table, or a re-read of a whole table,"
+        " will stop the pipeline."
     )
 
 
 def _topics(sink: KafkaSink, targets: Sequence[Target]) -> str:
     sink.check_targets(targets)
-    return "No topic has messages of others."
+    return "No topic contains foreign messages."

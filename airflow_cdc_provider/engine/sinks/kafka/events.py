@@ -1,4 +1,4 @@
-"""Events on their way to messages, as tables in the layout of a changelog's :class:`.effects.Effect`."""
+"""Builds tables of events, to be encoded as messages, in the layout of a changelog's :class:`.effects.Effect`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEY = "K"
 
 
 def read_rows(target: Target, batch: pa.RecordBatch, lsn: LogPosition, seq: int, now: int) -> pa.Table:
-    """Rows that were read from the source.
+    """Return the events of rows read from the source.
 
     :param batch: the captured columns as text.
     :param lsn: the applied LSN.
@@ -29,7 +29,7 @@ def read_rows(target: Target, batch: pa.RecordBatch, lsn: LogPosition, seq: int,
 
 
 def truncate(target: Target, lsn: LogPosition, seq: int, now: int) -> pa.Table:
-    """The event that a table has been emptied.
+    """Return the event for an emptied table.
 
     :param lsn, now: as for :func:`read_rows`.
     """
@@ -37,7 +37,7 @@ def truncate(target: Target, lsn: LogPosition, seq: int, now: int) -> pa.Table:
 
 
 def deletes(target: Target, keys: Sequence[tuple[str, ...]], lsn: LogPosition, seq: int, now: int) -> pa.Table:
-    """The events that the rows with some keys have gone.
+    """Return the events that delete rows by key.
 
     :param lsn, now: as for :func:`read_rows`.
     """
@@ -52,17 +52,18 @@ def deletes(target: Target, keys: Sequence[tuple[str, ...]], lsn: LogPosition, s
 
 
 def settled(target: Target, rows: pa.Table) -> pa.Table:
-    """Changes of which each concerns one key: a row that gets another key is deleted under the one and inserted anew.
+    """Return changes that each concern one key: a changed key becomes a delete of the old one and an insert of the new
+    one.
 
-    Whoever keeps the last message of each key could not tell otherwise that there is none at the old one any more.
-    Debezium does the same. Both halves have the change's place in the log.
+    Otherwise consumers that keep the last message of each key would keep the old key. Debezium does the same. Both
+    halves have the change's position in the log.
     """
     rows = rows.combine_chunks()
     moved = _moved(target, rows)
     if not moved.any():
         return rows
     doubled = np.repeat(np.arange(len(moved)), moved + 1)
-    first = np.append(doubled[1:] == doubled[:-1], False)  # of two halves
+    first = np.append(doubled[1:] == doubled[:-1], False)  # the first of two halves
     second = np.roll(first, 1)
     taken = rows.take(pa.array(doubled)).combine_chunks()
     key = {f"c{i}": f"b{i}" for i in _places(target)}
@@ -81,7 +82,7 @@ def settled(target: Target, rows: pa.Table) -> pa.Table:
 
 
 def _moved(target: Target, rows: pa.Table) -> NDArray[np.bool_]:
-    """Which changes give a row another key."""
+    """Return which changes give a row another key."""
     moved = np.zeros(rows.num_rows, dtype=np.bool_)
     if OLD_KIND not in rows.column_names:
         return moved

@@ -1,7 +1,7 @@
-"""The partition of a key, as Kafka's own producers choose it: murmur2 of its bytes.
+"""Chooses the partition of a key like Kafka's own producers: by murmur2 of its bytes.
 
-After ``org.apache.kafka.common.utils.Utils.murmur2`` and ``BuiltInPartitioner``. Topics that are partitioned alike can
-be joined by consumers, whoever wrote them.
+After ``org.apache.kafka.common.utils.Utils.murmur2`` and ``BuiltInPartitioner``. Consumers can join topics with the
+same partitioning, independent of their producers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _M = np.uint32(0x5BD1E995)
 
 
 def partitions(keys: pa.Array, count: int) -> NDArray[np.int32]:
-    """The partitions of keys; 0 for those that are null.
+    """Return the partitions of keys; 0 for null keys.
 
     :param keys: of type ``large_binary``.
-    :param count: partitions of the topic.
+    :param count: number of partitions of the topic.
     """
     result = np.zeros(len(keys), dtype=np.int32)
     if count == 1 or not len(keys):
@@ -34,7 +34,7 @@ def partitions(keys: pa.Array, count: int) -> NDArray[np.int32]:
 
 
 def _murmur2(content: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """The hashes of the rows of a matrix of bytes."""
+    """Return the hashes of the rows of a matrix of bytes."""
     count, length = content.shape
     words = length // 4
     h = np.full(count, _SEED ^ length, dtype=np.uint32)

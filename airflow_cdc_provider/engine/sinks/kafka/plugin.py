@@ -1,4 +1,4 @@
-"""Kafka as a kind of sinks: opened, checked."""
+"""The plugin for Kafka sinks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class KafkaPlugin:
-    """See :class:`.SinkPlugin`."""
+    """The plugin for Kafka sinks."""
 
     settings = KafkaSettings
 
     def open(self, settings: KafkaSettings, pipeline: str, part: str = "") -> KafkaSink:
-        """See :meth:`.SinkPlugin.open`."""
+        """Open the sink of a pipeline."""
         from airflow_cdc_provider.engine.sinks.kafka.sink import KafkaSink
 
         return KafkaSink(settings, pipeline, part)
@@ -33,7 +33,7 @@ class KafkaPlugin:
         targets: Sequence[Target] | None,
         source: SourceIdentity | None,
     ) -> None:
-        """See :meth:`.SinkPlugin.check`."""
+        """Check the sink, and whether it can have the targets."""
         from airflow_cdc_provider.engine.sinks.kafka.checks import check
 
         check(settings, self.open(settings, pipeline), checks, targets, source)

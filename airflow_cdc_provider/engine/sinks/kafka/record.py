@@ -15,7 +15,7 @@ from airflow_cdc_provider.engine.kafka.cluster import Cluster
 from airflow_cdc_provider.engine.sinks.kafka.record_topic import PREFIX, Journal, written
 from airflow_cdc_provider.engine.sinks.kafka.settings import KafkaSettings
 from airflow_cdc_provider.engine.sinks.kafka.staging_topic import SUFFIX, Staging
-from airflow_cdc_provider.engine.sinks.kafka.target_topics import TargetTopics, last_told
+from airflow_cdc_provider.engine.sinks.kafka.target_topics import TargetTopics, last_recorded_lsn
 from airflow_cdc_provider.engine.sinks.kafka.transactions import Batch, Overtaken, Unsure, Writer, end_all
 from airflow_cdc_provider.engine.sinks.record_log.append_only import AppendOnly
 from airflow_cdc_provider.engine.sinks.record_log.record import ChangesRecord, Commit
@@ -24,9 +24,9 @@ from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change,
 
 @dataclass(frozen=True)
 class KafkaRecord(ChangesRecord, AppendOnly):
-    """See :class:`.CommitRecord`.
+    """The commit record of a Kafka sink, see :class:`.CommitRecord`.
 
-    :param part: of the run, which writes at the same time as others.
+    :param part: the part of the run; parts write at the same time.
     """
 
     settings: KafkaSettings
@@ -36,31 +36,31 @@ class KafkaRecord(ChangesRecord, AppendOnly):
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster that the settings name."""
+        """Return the cluster of the sink."""
         return Cluster(self.settings.brokers, self.settings.properties)
 
     @property
     def place(self) -> str:
-        """See :attr:`.ChangesRecord.place`."""
+        """Return the brokers, for messages."""
         return self.settings.place
 
     @property
     def journal(self) -> Journal:
-        """The record's topic."""
+        """Return the topic of the commit record."""
         return Journal(self.cluster, self.pipeline)
 
     @property
     def staging(self) -> Staging:
-        """The topic of what is staged."""
+        """Return the staging topic."""
         return Staging(self.cluster, self.pipeline)
 
     @property
     def topics(self) -> TargetTopics:
-        """The topics of the targets."""
+        """Return the topics of the targets."""
         return TargetTopics(self.settings, self.pipeline)
 
     def identity(self) -> Mapping[str, Any]:
-        """See :meth:`.contract.Sink.identity`: the number that the cluster was given when it was made."""
+        """Return the cluster's id, which is assigned when the cluster is created."""
         return {"cluster": self.cluster.id()}
 
     def _current(self) -> Contents | None:
@@ -73,7 +73,7 @@ class KafkaRecord(ChangesRecord, AppendOnly):
                 yield pipeline, Journal(self.cluster, pipeline).others() or {}
 
     def _require_store(self) -> None:
-        """See :meth:`.ChangesRecord._require_store`: brokers with which no transaction can be begun are refused."""
+        """Refuse brokers on which no transaction can be started."""
         self.probe().end()
 
     def _begin(self, change: Change, what: str) -> bool:
@@ -86,10 +86,10 @@ class KafkaRecord(ChangesRecord, AppendOnly):
         return self._transact(self._writer(), what, decide) is not None
 
     def _append(self, epoch: int | None, what: str, decide: Callable[[Contents], Commit | None]) -> Contents | None:
-        """See :meth:`.ChangesRecord._append`.
+        """Append an entry, see :meth:`.ChangesRecord._append`.
 
-        What other parts have open is ended before, so that nothing is waited for, and afterwards, when who has decided
-        by what was so before may be about to commit.
+        Open transactions of other parts are ended first, so that the append does not wait for them. They are ended
+        again afterwards, because a part may be about to commit a decision based on the earlier state.
         """
         end_all(self._writers(self._contents(epoch)))
         appended = self._transact(self._writer(), what, lambda contents: decide(self._owned(contents, epoch)))
@@ -104,9 +104,9 @@ class KafkaRecord(ChangesRecord, AppendOnly):
         decide: Callable[[Contents], Commit | None],
         data: Callable[[], Iterable[Batch]],
     ) -> Contents | None:
-        """Commit messages, and what has been decided, under the part's own ``transactional.id``.
+        """Commit messages and a decision under the part's own ``transactional.id``.
 
-        Parts that write at the same time decide what does not depend on the others.
+        Decisions of parts that write at the same time do not depend on each other.
         """
         self._join(epoch)
         return self._transact(
@@ -114,14 +114,16 @@ class KafkaRecord(ChangesRecord, AppendOnly):
         )
 
     def _join(self, epoch: int) -> None:
-        """Have the part's ``transactional.id`` in the record, so that who takes the epoch ends what is open there."""
+        """Add the part's ``transactional.id`` to the record, so that its transactions are ended when the epoch is
+        taken.
+        """
 
         def decide(contents: Contents) -> Commit | None:
             known = self.part in contents.get("writers", {})
             return None if known else Commit(Change({"writers": {self.part: True}}))
 
         if self.part and decide(self._contents(epoch)) is not None:
-            # Nothing of other parts has to end for it: those that write at the same time would abort each other's.
+            # Transactions of other parts must not be ended here, because parts would abort each other.
             self._transact(self._writer(), f"{self.part} writes", lambda contents: decide(self._owned(contents, epoch)))
 
     def _writer(self, part: str = "") -> Writer:
@@ -129,7 +131,7 @@ class KafkaRecord(ChangesRecord, AppendOnly):
         return Writer(self.cluster, name, self.settings.transaction_timeout)
 
     def probe(self) -> Writer:
-        """One that no run has, to see whether transactions can be begun."""
+        """Return a writer that no run uses, to check whether transactions can be started."""
         return self._writer("preflight")
 
     def _writers(self, contents: Contents) -> list[Writer]:
@@ -142,16 +144,17 @@ class KafkaRecord(ChangesRecord, AppendOnly):
         decide: Callable[[Contents | None], Commit | None],
         data: Callable[[], Iterable[Batch]] = tuple,
     ) -> Contents | None:
-        """Decide by what the record holds, and commit that.
+        """Decide by the contents of the record, and commit the decision.
 
-        :param what: is done, for people who read the topic.
-        :returns: what the record holds afterwards; ``None`` when there was nothing to commit.
+        :param what: description of the commit, for people who read the topic.
+        :returns: the new contents of the record; ``None`` if there was nothing to commit.
         """
         late, unsure = 0, None
-        with writer.alone():
+        with writer.locked():
             for tried in range(_TRIES):
                 if tried:
-                    time.sleep(random.uniform(0, _PAUSE))  # or two would take it from each other in step
+                    # Otherwise two writers could keep taking the id from each other.
+                    time.sleep(random.uniform(0, _PAUSE))
                 writer.take()
                 contents = self.journal.contents(self.settings.transaction_timeout + _MARGIN)
                 commit = decide(contents)
@@ -164,17 +167,17 @@ class KafkaRecord(ChangesRecord, AppendOnly):
                     if late > 1:
                         raise writer.too_long(e.seconds) from e
                 except Unsure as e:
-                    unsure = e  # what the record says tells how it has ended
+                    unsure = e  # the record will show whether it was committed
                 else:
-                    # A transaction is committed a moment before readers are shown it: then they are, all of them.
+                    # A transaction is committed slightly before readers see it, so wait until all of them see it.
                     return self.journal.contents(self.settings.transaction_timeout + _MARGIN)
         if unsure is not None:
             raise self.cluster.unreachable(
-                f"transactions under {writer.id} do not come to an end, after {_TRIES} tries: {unsure}"
+                f"transactions under {writer.id} do not end, after {_TRIES} attempts: {unsure}"
             ) from unsure
         raise StreamFailed(
-            f"others have taken {writer.id} {_TRIES} times while this run was about to commit",
-            "See that no two runs of the pipeline have the same part; then start again.",
+            f"could not commit because other processes have taken {writer.id} {_TRIES} times",
+            "Make sure that no two runs of the pipeline have the same part; then start again.",
         )
 
     def _require_apart(self, targets: Sequence[Target]) -> None:
@@ -183,13 +186,13 @@ class KafkaRecord(ChangesRecord, AppendOnly):
     def _has(self, contents: Contents, target: Target) -> bool:
         tables = contents.get("tables", {})
         own = self.topics.name(target)
-        return any(told["topic"] == own for label, told in contents.get("topics", {}).items() if label in tables)
+        return any(head["topic"] == own for label, head in contents.get("topics", {}).items() if label in tables)
 
     def _check_target(self, target: Target, recorded: Target | None, ours: bool, start: LogPosition | None) -> None:
         topics = self.topics
         topics.format.require(target)
         if recorded is not None:
-            topics.require_before(target, last_told(self._current() or {}, target), start)
+            topics.require_before(target, last_recorded_lsn(self._current() or {}, target), start)
         elif ours:
             topics.require_before(target, topics.last_event(target), start)
         else:
@@ -202,18 +205,18 @@ class KafkaRecord(ChangesRecord, AppendOnly):
         return self.topics.described(contents, targets, ours)
 
     def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
-        """See :meth:`.contract.Sink.missing`; a topic that was made anew has lost its messages as well."""
+        """Return the targets whose topics are gone or have been recreated, and so have lost their messages."""
         return self.topics.missing(self._current() or {}, targets)
 
     def take_epoch(self, owner: str, at_least: int = 0) -> int:
-        """See :meth:`.contract.Sink.take_epoch`."""
+        """Take the epoch, and create the staging topic if it is missing."""
         self.journal.require()
         epoch = super().take_epoch(owner, at_least)
         self.staging.create(self.settings.replicas)
         return epoch
 
     def end_sessions(self) -> None:
-        """See :meth:`.contract.Sink.end_sessions`: transactions that are open are ended, and none goes on."""
+        """End open transactions, so that their writers cannot continue."""
         writers = [self._writer(self.part)]
         if not self.part:
             writers += self._writers(self._current() or {})
@@ -225,7 +228,7 @@ class KafkaRecord(ChangesRecord, AppendOnly):
 _TRIES = 10
 
 
-_PAUSE = 0.5  # seconds at most, before another try
+_PAUSE = 0.5  # maximum number of seconds before another attempt
 
 
-_MARGIN = 10.0  # seconds after its timeout in which the brokers have ended a transaction
+_MARGIN = 10.0  # seconds after its timeout within which the brokers end a transaction

@@ -1,11 +1,11 @@
 """The commit record of a pipeline in Kafka: a compacted topic with one partition.
 
-Each message is a value of the record's contents, see :mod:`.record_contents`: its key names section and key, and a
-message without a value removes it. A change is written in the transaction that writes what it commits; so whoever reads
-what is committed, up to the end, has the record.
+Each message is a value of the record's contents, see :mod:`.record_contents`. Its key contains the section and the key,
+and a message without a value removes that key. A change is written in the same transaction as the data that it commits.
+So the committed messages, up to the end of the topic, are the record.
 
-A process keeps what it has read, and reads on from there. It reads everything again when the topic is another one by
-now, and when it has not looked for so long that the brokers may have forgotten what was removed.
+A process keeps the contents and reads only new messages. It reads everything again in two cases: the topic has been
+recreated, or the last read was so long ago that the brokers may have removed tombstones.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from airflow_cdc_provider.engine.kafka.topic import Topic
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change, Contents
 
 PREFIX = "airflow_cdc."
-"""Of all topics that hold no rows."""
+"""Prefix of all topics that hold no rows."""
 
 CONFIG = {
     "cleanup.policy": "compact",
-    # A segment is compacted once it is closed; who begins reads all that is left.
+    # A segment is compacted once it is closed; a new reader reads everything that is left.
     "segment.bytes": str(16 << 20),
     "segment.ms": str(3_600_000),
     "min.cleanable.dirty.ratio": "0.1",
     "delete.retention.ms": str(86_400_000),
 }
 
-_MAX_AGE = 3600.0  # seconds; brokers must keep for longer that something was removed
+_MAX_AGE = 3600.0  # seconds; brokers must keep tombstones for longer
 _POLL = 0.1
 
-Written = list[tuple[bytes, bytes | None]]
+RecordMessages = list[tuple[bytes, bytes | None]]
 
 
 @dataclass
 class _Read:
-    """What this process has read of a topic."""
+    """The part of a topic that this process has read."""
 
     id: str = ""
     offset: int = 0
@@ -70,39 +70,38 @@ class Journal:
 
     @property
     def topic(self) -> str:
-        """Its name."""
+        """Return the name of the topic."""
         return PREFIX + self.pipeline
 
     def create(self, replicas: int) -> None:
-        """Make the topic, if it is not there."""
+        """Create the topic if it does not exist."""
         self.cluster.create([self.topic], 1, replicas, CONFIG)
         self.require()
 
     def require(self) -> None:
-        """Refuse a topic that does not keep the record; one that is not there is none.
+        """Refuse a topic with settings that could lose the record; a missing topic is accepted.
 
-        :raises TargetConflict: saying what it is set to.
+        :raises TargetConflict: naming the settings.
         """
         if self.cluster.topic(self.topic) is None:
             return
-        told = CONFIG | self.cluster.topic_settings([self.topic])[self.topic]
-        policy, kept = told["cleanup.policy"], int(told["delete.retention.ms"])
+        settings = CONFIG | self.cluster.topic_settings([self.topic])[self.topic]
+        policy, kept = settings["cleanup.policy"], int(settings["delete.retention.ms"])
         if policy != "compact" or kept < _MAX_AGE * 1000:
             raise TargetConflict(
-                f"the topic {self.topic} has cleanup.policy {policy} and delete.retention.ms {kept}: it would"
-                " forget what the commit record holds",
-                f"Set both by `kafka-configs --alter --entity-type topics --entity-name {self.topic} --add-config"
+                f"the topic {self.topic} could lose the commit record because of its settings: cleanup.policy {policy},"
+                f" delete.retention.ms {kept}",
+                f"Run `kafka-configs --alter --entity-type topics --entity-name {self.topic} --add-config"
                 f" cleanup.policy={CONFIG['cleanup.policy']},delete.retention.ms={CONFIG['delete.retention.ms']}`; then"
                 " start again.",
             )
 
     def contents(self, patience: float | None = None) -> Contents | None:
-        """What the record holds; ``None`` when there is none.
+        """Return the contents of the record; ``None`` if there is none.
 
-        :param patience: seconds to wait for transactions that are open; by default what was committed before them is
-            told.
+        :param patience: seconds to wait for open transactions; by default, messages after their beginning are ignored.
         :raises Blocked: when they stay open.
-        :raises GateClosed: when what was committed is not whole.
+        :raises GateClosed: when the committed contents are incomplete.
         """
         topic = self.cluster.topic(self.topic)
         if topic is None:
@@ -118,16 +117,16 @@ class Journal:
             {"epoch", "applied", "advanced"} <= contents.get("head", {}).keys() and "source" in contents
         ):
             raise GateClosed(
-                f"the commit record in topic {self.topic} is not whole: messages are missing",
+                f"the commit record in topic {self.topic} is incomplete: messages are missing",
                 "Restore the topic. Without a copy, remove it, and follow the messages of `airflow-cdc provision`.",
             )
         return contents or None
 
     def others(self) -> Contents | None:
-        """What the record holds, of another pipeline; ``None`` when the topic holds no record."""
+        """Return the contents of another pipeline's record; ``None`` if the topic contains no record."""
         try:
             return self.contents()
-        except (ValueError, TypeError):  # somebody else's messages
+        except (ValueError, TypeError):  # messages of another program
             return None
 
     def _kept(self) -> _Read:
@@ -135,14 +134,14 @@ class Journal:
             return _reads.setdefault((os.getpid(), self), _Read())
 
     def _read_on(self, topic: Topic, read: _Read, patience: float | None) -> None:
-        """Read from where the last reading has ended up to the end of the topic."""
+        """Read from the end of the last read to the end of the topic."""
         end = self.cluster.ends(self.topic, [0])[0]
-        if read.offset > end:  # brokers have lost messages: what they had removed may be there again
+        if read.offset > end:  # brokers have lost messages; removed values may be back
             read.offset, read.contents = 0, {}
         if read.offset >= end:
             return
         first = self.cluster.first(self.topic, [0])[0]
-        with self.cluster.lent(topic) as consumer:
+        with self.cluster.borrowed_consumer(topic) as consumer:
             consumer.assign([TopicPartition(self.topic, 0, max(read.offset, first))])
             self._follow(consumer, read, end, patience)
 
@@ -155,25 +154,25 @@ class Journal:
             if at_end and patience is not None and time.monotonic() - begun > patience:
                 raise Blocked(
                     f"a transaction in topic {self.topic} has been open for {patience:.0f} seconds",
-                    "Start again: whoever has left it is overtaken then, or its timeout has come.",
+                    "Start again: the new run ends the transaction, or its timeout has expired by then.",
                 )
             if not at_end and time.monotonic() - heard > REQUEST_SECONDS:
-                raise self.cluster.unreachable(f"nothing came of topic {self.topic}")
+                raise self.cluster.unreachable(f"no message of topic {self.topic} arrived")
             found, ends = received(consumer, _POLL)
             for message in found:
                 _apply(read.contents, message)
                 read.offset = message.offset + 1
-            # The end of a partition tells the offset behind the marks of transactions, which are no messages.
+            # At the end of a partition, the offset includes transaction markers, which are not messages.
             at_end = 0 in ends or (at_end and not found)
             read.offset = max(read.offset, ends.get(0, 0))
             if found or ends:
                 heard = time.monotonic()
 
 
-def written(change: Change, contents: Contents) -> Written:
-    """A change as messages: keys and values.
+def written(change: Change, contents: Contents) -> RecordMessages:
+    """Return a change as messages: keys and values.
 
-    :param contents: before.
+    :param contents: the contents before the change.
     """
     gone = {(name, key) for name in change.emptied for key in contents.get(name, {})}
     gone |= {(name, key) for name, keys in change.removed.items() for key in keys if key in contents.get(name, {})}
@@ -186,7 +185,7 @@ def written(change: Change, contents: Contents) -> Written:
 def _apply(contents: dict[str, dict[str, Any]], message: Received) -> None:
     place = json.loads(message.key or b"")
     if not isinstance(place, list):
-        raise ValueError(f"{message.key!r} names no value of a record")
+        raise ValueError(f"{message.key!r} is not the key of a record's value")
     name, key = place
     if message.value is None:
         contents.get(name, {}).pop(key, None)

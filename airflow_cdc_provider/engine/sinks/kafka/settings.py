@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from airflow_cdc_provider.engine.core.section import Section
     from airflow_cdc_provider.engine.sinks.kafka.formats.plain import Format as MessageFormat
 
-Format = Literal["debezium", "json", "avro"]
+FormatName = Literal["debezium", "json", "avro"]
 Decimals = Literal["string", "precise"]
 
 TOPIC = "{pipeline}.{schema}.{table}"
@@ -33,29 +33,29 @@ _RESERVED = ("bootstrap.servers", "transactional.id", "transaction.timeout.ms", 
 
 @dataclass(frozen=True)
 class KafkaSettings:
-    """See :class:`.SinkSettings`.
+    """Settings of a Kafka sink.
 
-    :param brokers: ``host:port``, several with commas.
-    :param properties: of the client, as librdkafka names them.
-    :param format: of the messages.
-    :param topic: a pattern of the topics' names, with ``{pipeline}``, ``{schema}`` and ``{table}``.
-    :param partitions: of topics that are made, -1 for the brokers' default.
-    :param replicas: likewise.
-    :param topic_config: of topics that are made.
+    :param brokers: ``host:port``, separated by commas.
+    :param properties: properties of the client, under librdkafka's names.
+    :param format: format of the messages.
+    :param topic: pattern of the topics' names, with ``{pipeline}``, ``{schema}`` and ``{table}``.
+    :param partitions: number of partitions of created topics, -1 for the brokers' default.
+    :param replicas: number of replicas, likewise.
+    :param topic_config: configuration of created topics.
     :param transaction_timeout: seconds after which the brokers end a transaction.
-    :param registry: the schema registry's URL, for Avro.
-    :param registry_properties: of its client.
+    :param registry: URL of the schema registry, for Avro.
+    :param registry_properties: properties of its client.
     :param decimals: how Debezium's format writes ``numeric``.
-    :param schemas: whether JSON in Debezium's format carries its schema.
+    :param schemas: whether JSON in Debezium's format contains its schema.
     :param tombstones: whether a message without a value follows a delete in Debezium's format.
-    :param truncates: whether a ``TRUNCATE`` is a message.
-    :param database: the source's name in Debezium's format.
-    :param adopt: whether topics with messages of others are written on to.
+    :param truncates: whether a ``TRUNCATE`` is written as a message.
+    :param database: name of the source's database in Debezium's format.
+    :param adopt: whether to write to topics with foreign messages.
     """
 
     brokers: str
     properties: Properties = field(default=(), repr=False)
-    format: Format = "debezium"
+    format: FormatName = "debezium"
     topic: str = TOPIC
     partitions: int = -1
     replicas: int = -1
@@ -75,10 +75,10 @@ class KafkaSettings:
 
     @classmethod
     def parse(cls, section: Section) -> Self:
-        """See :meth:`.SinkSettings.parse`."""
+        """Parse the section."""
         section.take("mode", _changelog, "changelog")
         brokers, properties = brokers_of(section, _RESERVED)
-        format_ = cast(Format, section.take("format", one_of("debezium", "json", "avro"), "debezium"))
+        format_ = cast(FormatName, section.take("format", one_of("debezium", "json", "avro"), "debezium"))
         avro = format_ == "avro"
         debezium = format_ == "debezium"
         return cls(
@@ -105,28 +105,28 @@ class KafkaSettings:
 
     @property
     def place(self) -> str:
-        """See :attr:`.SinkSettings.place`."""
+        """Return the brokers, for messages."""
         return self.brokers
 
     @property
     def secrets(self) -> Sequence[str]:
-        """See :attr:`.SinkSettings.secrets`."""
+        """Return texts that must not appear in logs."""
         return secrets_of((*self.properties, *self.registry_properties))
 
     @property
     def spark_conf(self) -> Mapping[str, str]:
-        """See :attr:`.SinkSettings.spark_conf`: nothing, as messages are written without the JVM."""
+        """Return no configuration: messages are written without the JVM."""
         return {}
 
     def topic_of(self, pipeline: str, schema: str, name: str) -> str:
-        """The topic of a target."""
+        """Return the topic of a target."""
         topic = self.topic.format(pipeline=pipeline, schema=schema, table=name)
         return _NOT_IN_TOPICS.sub("_", topic)
 
     def messages(self, pipeline: str) -> MessageFormat:
-        """What messages look like.
+        """Return the format of messages.
 
-        :param pipeline: its name.
+        :param pipeline: name of the pipeline.
         """
         if self.format == "json":
             from airflow_cdc_provider.engine.sinks.kafka.formats.plain import PlainFormat
@@ -143,16 +143,16 @@ class KafkaSettings:
         return AvroFormat(registry, pipeline, self.database, self.decimals, self.tombstones)
 
     def with_database(self, name: str) -> Self:
-        """See :meth:`.Naming.with_database`."""
+        """Return the settings with the name of the source's database, if none is set."""
         return self if self.database or self.format == "json" else replace(self, database=name)
 
     def dataset(self, pipeline: str, schema: str, name: str) -> tuple[str, str]:
-        """See :meth:`.SinkSettings.dataset`."""
+        """Return the dataset of a target."""
         return f"kafka://{self.brokers.partition(',')[0]}", self.topic_of(pipeline, schema, name)
 
 
 def as_topic(value: object) -> str:
-    """A pattern of topics' names; one without a table's name is for a single table, see ``require_apart``."""
+    """Return a pattern of topic names; one without a table's name fits a single table only, see ``require_apart``."""
     wanted = "a pattern with {table} and {schema} where needed, as in `shop.{schema}.{table}`, or the name of one topic"
     text = as_text(value)
     try:
@@ -166,5 +166,5 @@ def as_topic(value: object) -> str:
 
 def _changelog(value: object) -> str:
     if value != "changelog":
-        raise ValueError("changelog: a topic keeps what was sent; a compacted one comes to the last row of each key")
+        raise ValueError("changelog: a topic keeps all messages; a compacted topic keeps the last row of each key")
     return "changelog"

@@ -1,4 +1,4 @@
-"""Messages as they are staged: bytes that say of each its partition, key and value."""
+"""Packs messages for staging: bytes with the partition, key and value of each."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from airflow_cdc_provider.engine.sinks.kafka.partitioner import partitions
 from airflow_cdc_provider.engine.sinks.kafka.transactions import Batch
 
 _SCHEMA = pa.schema({"partition": pa.int32(), "key": pa.large_binary(), "value": pa.large_binary()})
-# Envelopes have most of their bytes in common: one block of all is a tenth of what the client makes of pieces.
+# Envelopes share most of their bytes. Compressed as one block, they take a tenth of the client's per-message
+# compression.
 _COMPRESSED = pa.ipc.IpcWriteOptions(compression="zstd")
 _ROWS = 10_000
 
 
 def pack(messages: pa.Table, count: int) -> pa.Buffer:
-    """Messages for a topic, those of each partition in their order.
+    """Return messages for a topic as bytes, with the messages of each partition in order.
 
     :param messages: see :meth:`.plain.Format.encode`.
-    :param count: partitions of the topic.
+    :param count: number of partitions of the topic.
     """
     found = arrays(messages)
     number = np.arange(messages.num_rows)
@@ -41,7 +42,7 @@ def pack(messages: pa.Table, count: int) -> pa.Buffer:
 
 
 def unpack(topic: str, data: bytes | bytearray) -> Iterator[Batch]:
-    """What :func:`pack` has made, as batches of one partition each."""
+    """Yield the messages of :func:`pack` as batches of one partition each."""
     for rows in pa.ipc.open_stream(pa.py_buffer(data)):
         partition = rows.column("partition").to_numpy()
         edges = np.flatnonzero(np.diff(partition)) + 1

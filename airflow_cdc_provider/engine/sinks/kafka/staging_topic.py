@@ -1,8 +1,8 @@
-"""Where rows stand until they are committed: a topic of the pipeline's own.
+"""The staging topic of a pipeline, which holds rows until they are committed.
 
 Tasks write *blobs*, as messages of limited size, into one of its partitions; the driver finds them by their offsets.
-They are removed from the front of a partition, once nothing before them is needed any more. What nobody removes goes
-after a day.
+They are removed from the front of a partition once nothing before them is needed anymore. Other messages expire after a
+day.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ UNITS = range(3, 11)
 """The partitions of units."""
 
 SUFFIX = ".staging"
-"""Of the topics' names."""
+"""Suffix of the topics' names."""
 
 CONFIG = {
     "cleanup.policy": "delete",
@@ -46,11 +46,11 @@ _FLUSH_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Blob:
-    """Where a blob stands.
+    """The location of a blob.
 
-    :param offsets: of its messages, in order.
-    :param size: bytes of all.
-    :param sum: CRC-32 of all.
+    :param offsets: offsets of its messages, in order.
+    :param size: bytes of all messages.
+    :param sum: CRC-32 of all messages.
     """
 
     partition: int
@@ -59,18 +59,18 @@ class Blob:
     sum: int
 
     def to_dict(self) -> dict[str, Any]:
-        """The blob as JSON values; :meth:`from_dict` reads them back."""
+        """Return the blob as JSON values; :meth:`from_dict` reads them back."""
         return {"partition": self.partition, "offsets": self.offsets, "size": self.size, "sum": self.sum}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Blob:
-        """Read what :meth:`to_dict` wrote."""
+        """Return the blob from the values of :meth:`to_dict`."""
         return cls(values["partition"], tuple(values["offsets"]), values["size"], values["sum"])
 
 
 @dataclass
 class _Done:
-    """Offsets of a partition that are not needed any more, and lie behind some that may be."""
+    """Offsets of a partition that are not needed anymore, after some that may be needed."""
 
     offsets: set[int] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -90,30 +90,30 @@ class Staging:
 
     @property
     def topic(self) -> str:
-        """Its name."""
+        """Return the name of the topic."""
         return f"{PREFIX}{self.pipeline}{SUFFIX}"
 
     @property
     def _not_staged(self) -> str:
-        return f"rows cannot be staged in topic {self.topic}"
+        return f"cannot stage rows in topic {self.topic}"
 
     def create(self, replicas: int) -> None:
-        """Make the topic, if it is not there."""
+        """Create the topic if it does not exist."""
         self.cluster.create([self.topic], UNITS.stop, replicas, CONFIG)
 
     # -- blobs --------------------------------------------------------------------------------------
 
     def write(self, partition: int, epoch: int, data: bytes | bytearray | memoryview) -> Blob:
-        """Write a blob; it is safe when this returns.
+        """Write a blob, which is durable when this returns.
 
-        :param epoch: of the run, by which a later one tells what earlier ones have left.
-        :raises CdcError: when it cannot be written.
+        :param epoch: epoch of the run, which identifies leftovers of earlier runs.
+        :raises CdcError: when the blob cannot be written.
         """
         producer = self._producer(self._there())
         try:
             return self._write(producer, partition, epoch, memoryview(data))
         except BaseException:
-            with _making:  # it may be one that takes nothing any more
+            with _making:  # the producer may be broken
                 if _producers.get((os.getpid(), self), ("", None))[1] is producer:
                     del _producers[os.getpid(), self]
             raise
@@ -148,50 +148,50 @@ class Staging:
                     producer.produce(self.topic, value, key, partition, on_delivery=delivered)
             except BufferError:
                 if time.monotonic() > deadline:
-                    raise self.cluster.unreachable("rows cannot be staged: the queue stays full") from None
+                    raise self.cluster.unreachable("cannot stage rows because the queue stays full") from None
                 producer.poll(0.1)
             else:
                 return
 
     def _producer(self, topic: Topic) -> Producer:
-        """The producer that this process keeps; another one when the topic has been made anew."""
+        """Return the producer that this process keeps, or a new one if the topic has been recreated."""
         key = (os.getpid(), self)
         with _making:
             if key not in _producers or _producers[key][0] != topic.id:
                 conf = self.cluster.conf(enable_idempotence=True)
-                with self.cluster.failing("a producer cannot be made"):
+                with self.cluster.failing("cannot create a producer"):
                     _producers[key] = topic.id, Producer({**tuned(conf), "linger.ms": 0})
             return _producers[key][1]
 
     def _there(self) -> Topic:
-        """The topic.
+        """Return the topic.
 
-        :raises StagingLost: when it is gone.
+        :raises StagingLost: when it no longer exists.
         """
         topic = self.cluster.topic(self.topic)
         if topic is None:
-            raise StagingLost(f"the topic {self.topic} is gone", "Start again: it is made anew.")
+            raise StagingLost(f"the topic {self.topic} no longer exists", "Start again: the topic is recreated.")
         return topic
 
     def read(self, blob: Blob) -> bytearray:
-        """A blob.
+        """Return the contents of a blob.
 
-        :raises StagingLost: when it is not there any more.
+        :raises StagingLost: when they are incomplete.
         """
         topic = self.cluster.topic(self.topic)
         found = self._messages(topic, blob) if topic is not None and self._has(blob) else {}
         data = bytearray().join(found.get(offset, b"") for offset in blob.offsets)
         if len(data) != blob.size or zlib.crc32(data) != blob.sum:
             raise StagingLost(
-                f"{blob.size} bytes were staged in topic {self.topic}, {len(data)} are there",
-                "Start again: the rows are staged anew.",
+                f"{blob.size} bytes were staged in topic {self.topic}, but only {len(data)} were found",
+                "Start again: the rows are staged again.",
             )
         return data
 
     def _messages(self, topic: Topic, blob: Blob) -> dict[int, bytes]:
-        """The messages of a blob by their offsets, as far as they are there."""
+        """Return the messages of a blob that exist, by offset."""
         wanted, found = set(blob.offsets), dict[int, bytes]()
-        with self.cluster.lent(topic, committed=False) as consumer:
+        with self.cluster.borrowed_consumer(topic, committed=False) as consumer:
             consumer.assign([TopicPartition(self.topic, blob.partition, min(wanted))])
             heard = time.monotonic()
             while len(found) < len(wanted):
@@ -202,11 +202,11 @@ class Staging:
                 if messages:
                     heard = time.monotonic()
                 elif time.monotonic() - heard > REQUEST_SECONDS:
-                    raise self.cluster.unreachable(f"nothing came of topic {self.topic}")
+                    raise self.cluster.unreachable(f"no message of topic {self.topic} arrived")
         return found
 
     def _has(self, blob: Blob) -> bool:
-        """Whether the partition reaches from its first to its last message."""
+        """Return whether the partition covers the offsets of a blob."""
         first = self.cluster.first(self.topic, [blob.partition])[blob.partition]
         end = self.cluster.ends(self.topic, [blob.partition])[blob.partition]
         return first <= min(blob.offsets) and max(blob.offsets) < end
@@ -214,7 +214,7 @@ class Staging:
     # -- removing -----------------------------------------------------------------------------------
 
     def release(self, blobs: Iterable[Blob]) -> None:
-        """Remove blobs that are not needed any more, those of a partition as soon as all before them may go."""
+        """Remove blobs that are not needed anymore; those of a partition once everything before them can be removed."""
         by_partition: defaultdict[int, set[int]] = defaultdict(set)
         for blob in blobs:
             by_partition[blob.partition].update(blob.offsets)
@@ -233,13 +233,13 @@ class Staging:
         self.cluster.truncate(self.topic, fronts)
 
     def clear(self, partitions: Sequence[int]) -> None:
-        """Remove all that stands in some partitions."""
+        """Remove everything in the given partitions."""
         firsts = self.cluster.first(self.topic, partitions)
         ends = self.cluster.ends(self.topic, partitions)
         self.cluster.truncate(self.topic, {p: end for p, end in ends.items() if end > firsts[p]})
 
     def clear_before(self, partition: int, epoch: int) -> None:
-        """Remove what earlier runs have left at the front of a partition."""
+        """Remove leftovers of earlier runs at the front of a partition."""
         first = self.cluster.first(self.topic, [partition])[partition]
         front = first
         for messages in self.cluster.read(self._there(), {partition: first}, committed=False):
@@ -253,14 +253,14 @@ class Staging:
     # -- deposits -----------------------------------------------------------------------------------
 
     def deposit(self, epoch: int, name: str, data: bytes | bytearray) -> None:
-        """Write a blob that is found by its name."""
+        """Write a blob that can be found by its name."""
         self._name(epoch, name, self.write(DEPOSITS, epoch, data))
 
     def _name(self, epoch: int, name: str, blob: Blob | None) -> None:
         self.write(NAMES, epoch, json.dumps([epoch, name, None if blob is None else blob.to_dict()]).encode())
 
     def deposited(self, epoch: int) -> dict[str, Blob]:
-        """The blobs that a run has deposited, by name."""
+        """Return the blobs that a run has deposited, by name."""
         found: dict[str, Blob] = {}
         for messages in self.cluster.read(self._there(), {NAMES: 0}, committed=False):
             for message in messages:
@@ -272,7 +272,7 @@ class Staging:
         return found
 
     def discard(self, epoch: int, names: Iterable[str]) -> None:
-        """Remove what has been deposited under some names."""
+        """Remove deposits by name."""
         deposited = self.deposited(epoch)
         gone = [name for name in names if name in deposited]
         for name in gone:
@@ -280,19 +280,19 @@ class Staging:
         self.release(deposited[name] for name in gone)
 
     def discard_all(self) -> None:
-        """Remove all that has been deposited, by whichever run."""
+        """Remove all deposits, of all runs."""
         self.clear([NAMES, DEPOSITS])
 
 
 def require(data: bytearray, size: int, there: bool) -> bytearray:
-    """A deposit, if it has the size that it must have.
+    """Return a deposit if it has the expected size.
 
-    :param there: whether there is one of the name.
+    :param there: whether a deposit of this name exists.
     :raises StagingLost: when there is none, or it has another size.
     """
     if not there or len(data) != size:
         raise StagingLost(
-            f"{size} bytes of the log were left in the sink, {len(data)} are there",
-            "Start again: the log is read anew from the applied LSN.",
+            f"{size} bytes of the log were deposited in the sink, but {len(data)} were found",
+            "Start again: the log is read again from the applied LSN.",
         )
     return data

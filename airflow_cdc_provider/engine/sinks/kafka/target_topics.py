@@ -1,9 +1,8 @@
-"""The topics of a pipeline's targets: what they are called, whose they are, and what stands in them.
+"""The topics of a pipeline's targets: their names, ownership and contents.
 
-A topic is known by the id that the cluster has given it: one that was removed and made anew has another, and has lost
-its messages. Where the record's contents tell of a topic, under ``topics`` by the table's label, they have its name,
-the highest LSN of its messages and its id; under ``begins``, where the pipeline's own messages begin in a topic that
-had others.
+A topic is identified by the cluster's id for it. A recreated topic has another id, and has lost its messages. The
+record's contents describe topics by the table's label. ``topics`` contains the name, the highest LSN of the messages,
+and the id. ``begins`` contains where the pipeline's own messages begin in a topic with foreign ones.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _TAIL = 100
 class TargetTopics:
     """The topics of a pipeline's targets.
 
-    :param pipeline: its name.
+    :param pipeline: name of the pipeline.
     """
 
     settings: KafkaSettings
@@ -41,46 +40,46 @@ class TargetTopics:
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster that the settings name."""
+        """Return the cluster of the sink."""
         return Cluster(self.settings.brokers, self.settings.properties)
 
     @property
     def format(self) -> Format:
-        """What messages look like."""
+        """Return the format of messages."""
         return self.settings.messages(self.pipeline)
 
     def name(self, target: Target) -> str:
-        """The name of a target's topic."""
+        """Return the name of a target's topic."""
         return self.settings.topic_of(self.pipeline, target.schema, target.name)
 
     def find(self, target: Target) -> Topic | None:
-        """A target's topic, if it is there."""
+        """Return a target's topic; ``None`` if it does not exist."""
         return self.cluster.topic(self.name(target))
 
     # -- before anything is written -----------------------------------------------------------------
 
     def require_apart(self, targets: Sequence[Target]) -> None:
-        """Refuse names that the topics cannot have.
+        """Refuse impossible names of topics.
 
-        :raises ConfigError: when two targets would share a topic, or one would have that of a record.
+        :raises ConfigError: when two targets would share a topic, or a target would use that of a record.
         """
         found: dict[str, Target] = {}
         for target in targets:
             if self.name(target).startswith(PREFIX):
                 raise ConfigError(
-                    f"the topic of {target.table.label} would be {self.name(target)}: names that begin with {PREFIX}"
-                    " are those of the records of pipelines",
-                    "Give the pipeline another pattern of topics by `sink.topic`.",
+                    f"the topic of {target.table.label} would be {self.name(target)}, but names that begin with"
+                    f" {PREFIX} are reserved for the records of pipelines",
+                    "Set another pattern of topic names in `sink.topic`.",
                 )
             other = found.setdefault(self.name(target), target)
             if other.table.label != target.table.label:
                 raise ConfigError(
                     f"{other.table.label} and {target.table.label} would share the topic {self.name(target)}",
-                    "Tell them apart by `sink.topic`, as in `{pipeline}.{schema}.{table}`, or leave one out.",
+                    "Distinguish them in `sink.topic`, as in `{pipeline}.{schema}.{table}`, or capture only one.",
                 )
 
     def require_ours(self, target: Target) -> None:
-        """Refuse a topic with messages of others, unless the settings let them be written on to.
+        """Refuse a topic with foreign messages, unless the settings permit writing to it.
 
         :raises ForeignTable: when it has some.
         """
@@ -91,33 +90,34 @@ class TargetTopics:
             raise ForeignTable(
                 f"the topic {there.name}, target of {target.schema}.{target.name}, has messages that pipeline"
                 f" {self.pipeline!r} did not write",
-                "Remove it, give the pipeline another pattern of topics (`sink.topic`), or have it write on to them"
-                " (`sink.adopt`).",
+                "Remove the topic, set another pattern of topic names (`sink.topic`), or allow the pipeline to append"
+                " to such topics (`sink.adopt`).",
             )
 
     def require_before(self, target: Target, last: LogPosition | None, start: LogPosition | None) -> None:
-        """Refuse a topic that has events of a history that the source has left.
+        """Refuse a topic with events of an abandoned timeline.
 
-        :param last: the highest LSN of its messages, ``None`` without any.
-        :param start: where the slot begins; ``None`` for a table that joins a running pipeline.
-        :raises GateClosed: when new events would come before those.
+        :param last: the highest LSN of its messages, ``None`` if there are none.
+        :param start: start of the slot; ``None`` for a table that joins a running pipeline.
+        :raises GateClosed: when new events would sort before those.
         """
         if start is not None and last is not None and last > start and self.find(target) is not None:
             raise GateClosed(
                 f"the topic {self.name(target)} has events up to {format_lsn(last)}, but the source's log is at"
-                f" {format_lsn(start)}: they are of a history that the source has left, and new ones would come before",
-                "Remove the topic, or name another one by `sink.topic`, then run `airflow-cdc resnapshot --all`.",
+                f" {format_lsn(start)}: they belong to a timeline that the source has abandoned, so new events would"
+                " sort before them",
+                "Remove the topic, or set another one in `sink.topic`, then run `airflow-cdc resnapshot --all`.",
             )
 
     def create(self, targets: Sequence[Target]) -> None:
-        """Make the topics that are not there."""
+        """Create missing topics."""
         settings = self.settings
         names = [self.name(target) for target in targets]
         self.cluster.create(names, settings.partitions, settings.replicas, dict(settings.topic_config))
 
     def described(self, contents: Contents, targets: Sequence[Target], ours: Collection[str]) -> Change:
-        """See :meth:`.ChangesRecord._described`."""
-        told, begins = {}, {}
+        """Return the change that describes topics in the record."""
+        heads, begins = {}, {}
         there = self.cluster.described([self.name(target) for target in targets])
         joining = [t for t in targets if t.table.label not in contents.get("tables", {})]
         for target in targets:
@@ -125,57 +125,58 @@ class TargetTopics:
             if label in ours:
                 last = self.last_event(target)
             else:
-                last = None if target in joining else last_told(contents, target)
-            told[label] = telling(self.name(target), last, None if topic is None else topic.id)
+                last = None if target in joining else last_recorded_lsn(contents, target)
+            heads[label] = head_entry(self.name(target), last, None if topic is None else topic.id)
             if target in joining and self.settings.adopt and topic is not None:
                 ends = self.cluster.ends(topic.name, range(topic.partitions))
                 begins[label] = {"id": topic.id, "offsets": [ends[p] for p in sorted(ends)]}
         gone = [target.table.label for target in joining]
-        return Change({"topics": told, "begins": begins}, {"reads": gone, "begins": gone})
+        return Change({"topics": heads, "begins": begins}, {"reads": gone, "begins": gone})
 
-    # -- whether they are there ---------------------------------------------------------------------
+    # -- existence ----------------------------------------------------------------------------------
 
     def missing(self, contents: Contents, targets: Sequence[Target]) -> tuple[Target, ...]:
-        """The targets whose topics are gone, or are others than the contents tell of."""
+        """Return the targets whose topics are gone, or differ from those in the record."""
         there = self.cluster.described([self.name(target) for target in targets])
 
         def has(target: Target) -> bool:
             topic = there.get(self.name(target))
-            return topic is not None and id_told(contents, target) in (None, topic.id)
+            return topic is not None and recorded_topic_id(contents, target) in (None, topic.id)
 
         return tuple(target for target in targets if not has(target))
 
     def require(self, contents: Contents, target: Target) -> Topic:
-        """A target's topic.
+        """Return a target's topic.
 
-        :raises StreamFailed: when it is gone, or is another one than the contents tell of.
+        :raises StreamFailed: when it is gone, or differs from the topic in the record.
         """
         topic = self.find(target)
-        if topic is None or id_told(contents, target) not in (None, topic.id):
+        if topic is None or recorded_topic_id(contents, target) not in (None, topic.id):
             raise StreamFailed(
-                f"the topic {self.name(target)} on {self.settings.place} is gone{', and made anew' if topic else ''}",
-                f"Run `airflow-cdc resnapshot --table '{target.table.label}'`: all rows are written to it again.",
+                f"the topic {self.name(target)} on {self.settings.place}"
+                f" {'has been recreated' if topic else 'no longer exists'}",
+                f"Run `airflow-cdc resnapshot --table '{target.table.label}'` to write all rows to it again.",
             )
         return topic
 
-    # -- what stands in them ------------------------------------------------------------------------
+    # -- contents -----------------------------------------------------------------------------------
 
     def events(self, contents: Contents, target: Target) -> Iterator[pa.RecordBatch]:
-        """All events of a target's topic that are ours, committed, and still there."""
+        """Yield all committed events of the pipeline in a target's topic that still exist."""
         there = self.find(target)
         if there is None:
             return
         yield from self._read(target, there, _starts(contents, target, there))
-        if (truncate := truncate_events.event(contents, target, there.id)) is not None:
+        if (truncate := truncate_events.last_truncate(contents, target, there.id)) is not None:
             yield truncate
 
     def ranges(self, contents: Contents, target: Target) -> Sequence[MessageRange]:
-        """See :meth:`.Numbered.ranges`."""
+        """Return the ranges of messages in a target's topic."""
         there = self.find(target)
         return [] if there is None else ranges_of(self.cluster, there, _starts(contents, target, there))
 
     def last_event(self, target: Target) -> LogPosition | None:
-        """The highest LSN in a topic, by the last messages of each of its partitions; ``None`` without any."""
+        """Return the highest LSN in a topic, from the last messages of each partition; ``None`` if there are none."""
         there = self.find(target)
         if there is None:
             return None
@@ -205,28 +206,28 @@ class TargetTopics:
 
 
 def _starts(contents: Contents, target: Target, topic: Topic) -> dict[int, int]:
-    """By partition the offset from which on a target's topic is ours."""
+    """Return by partition the first offset of the pipeline's own messages in a target's topic."""
     begins = contents.get("begins", {}).get(target.table.label)
     offsets = begins["offsets"] if begins is not None and begins["id"] == topic.id else []
     return topic.beginning | dict(enumerate(offsets))
 
 
-def telling(topic: str, last: LogPosition | None, topic_id: str | None) -> dict[str, Any]:
-    """What the contents tell of a target's topic.
+def head_entry(topic: str, last: LogPosition | None, topic_id: str | None) -> dict[str, Any]:
+    """Return the entry for a target's topic in the record.
 
-    :param last: the highest LSN of its messages; ``None`` when it has none.
-    :param topic_id: which no topic of this name had before; ``None`` when it is not known.
+    :param last: the highest LSN of its messages; ``None`` if there are none.
+    :param topic_id: an id that no earlier topic of this name had; ``None`` if it is not known.
     """
     return {"topic": topic, "last": None if last is None else format_lsn(last), "id": topic_id}
 
 
-def id_told(contents: Contents, target: Target) -> str | None:
-    """The id of a target's topic, as the contents tell it."""
-    told: str | None = (contents.get("topics", {}).get(target.table.label) or {}).get("id")
-    return told
+def recorded_topic_id(contents: Contents, target: Target) -> str | None:
+    """Return the id of a target's topic in the record."""
+    topic_id: str | None = (contents.get("topics", {}).get(target.table.label) or {}).get("id")
+    return topic_id
 
 
-def last_told(contents: Contents, target: Target) -> LogPosition | None:
-    """The highest LSN of the messages of a target's topic, as the contents tell it."""
-    told = contents.get("topics", {}).get(target.table.label) or {}
-    return None if told.get("last") is None else parse_lsn(told["last"])
+def last_recorded_lsn(contents: Contents, target: Target) -> LogPosition | None:
+    """Return the highest LSN of a target's messages in the record."""
+    head = contents.get("topics", {}).get(target.table.label) or {}
+    return None if head.get("last") is None else parse_lsn(head["last"])

@@ -1,8 +1,8 @@
-"""Transactions: messages of all topics, and the change of the record that commits them, at once.
+"""Transactions: write messages to all topics, together with the change of the record that commits them.
 
-There is one ``transactional.id`` for each part of a run that writes at the same time as others, stable from run to
-run: who takes it ends the transaction that is open under it, and whoever had it before can commit nothing any more.
-So it has to be taken before the record is read by which one decides what to commit.
+Each part of a run that writes concurrently has its own ``transactional.id``, the same in every run. When a process
+takes the id, the open transaction under it ends, and its previous owner can no longer commit. So a process must take
+the id before it reads the record and decides what to commit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from confluent_kafka import KafkaError, KafkaException, Message, Producer
 from airflow_cdc_provider.engine.core.errors import LimitExceeded, StreamFailed
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.kafka.cluster import Cluster, named
-from airflow_cdc_provider.engine.sinks.kafka.record_topic import Journal, Written
+from airflow_cdc_provider.engine.sinks.kafka.record_topic import Journal, RecordMessages
 
 _QUEUE_MESSAGES, _QUEUE_KIB = 200_000, 64 << 10
 _LINGER_MS = 5
@@ -56,9 +56,10 @@ class Batch:
 
 
 class Overtaken(Exception):
-    """Somebody else has the ``transactional.id``, or the brokers have ended the transaction; nothing was committed.
+    """Nothing was committed: another process has taken the ``transactional.id``, or the brokers have ended the
+    transaction.
 
-    :ivar seconds: for which the transaction had been open.
+    :ivar seconds: seconds for which the transaction had been open.
     """
 
     def __init__(self, said: str, seconds: float) -> None:
@@ -67,12 +68,12 @@ class Overtaken(Exception):
 
 
 class Unsure(Exception):
-    """Whether the transaction was committed is not known; taking the ``transactional.id`` again settles it."""
+    """It is unknown whether the transaction was committed; taking the ``transactional.id`` again settles it."""
 
 
 @dataclass(frozen=True)
 class Writer:
-    """Who writes in transactions.
+    """A writer of transactions.
 
     :param id: the ``transactional.id``.
     :param timeout: seconds after which the brokers end a transaction.
@@ -83,42 +84,43 @@ class Writer:
     timeout: float
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Keep other threads of this process from it."""
+    def locked(self) -> Iterator[None]:
+        """Lock the writer for this thread within the block."""
         with _locks[self]:
             yield
 
     def take(self) -> None:
-        """Have the ``transactional.id``, unless this process has it as far as it knows.
+        """Take the ``transactional.id`` unless this process believes that it has it.
 
-        :raises ConfigError: when the brokers do not take the timeout.
+        :raises ConfigError: when the brokers reject the timeout.
         """
         if (os.getpid(), self) not in _clients:
             _clients[os.getpid(), self] = self._client()
 
     def end(self) -> None:
-        """End what is open under the ``transactional.id``, whoever has begun it: he can commit nothing any more.
+        """End any open transaction under the ``transactional.id``; its owner cannot commit anymore.
 
-        The id is taken anew even if this process has it as far as it knows: somebody may have taken it since.
+        The id is taken again even if this process believes that it has it, because another process may have taken it
+        since.
         """
-        with self.alone():
+        with self.locked():
             client = self._client()
             if (os.getpid(), self) in _clients:
                 _clients[os.getpid(), self] = client
 
     def leave(self) -> None:
-        """Take the ``transactional.id`` anew before the next transaction."""
+        """Make the next transaction take the ``transactional.id`` again."""
         _clients.pop((os.getpid(), self), None)
 
-    def commit(self, journal: Journal, what: str, change: Written, data: Iterable[Batch]) -> None:
+    def commit(self, journal: Journal, what: str, change: RecordMessages, data: Iterable[Batch]) -> None:
         """Write messages and the change of the record, in one transaction.
 
-        The change is written last: until then nobody who reads the record is held up.
+        The change is written last, so that readers of the record are held up as briefly as possible.
 
-        :param what: stands as a header in the record's messages, for people.
-        :raises Overtaken: when somebody else has the ``transactional.id`` by now.
-        :raises Unsure: when the brokers did not say in time how it has ended.
-        :raises CdcError: when the transaction was ended, as it cannot be committed.
+        :param what: a description for people, written as a header of the record's messages.
+        :raises Overtaken: when another process has the ``transactional.id`` by now.
+        :raises Unsure: when the brokers did not report the outcome in time.
+        :raises CdcError: when the transaction was aborted because it cannot be committed.
         """
         client, topics = _clients[os.getpid(), self], set[str]()
         producer = client.producer
@@ -145,9 +147,9 @@ class Writer:
                 raise Unsure(error.str()) from e
             _abort(producer)
             first = client.failures[0] if client.failures else error
-            what = f"a transaction under {self.id}, with {named(topics)}, cannot be committed"
+            what = f"cannot commit a transaction under {self.id} with {named(topics)}"
             raise self.cluster.failure(first, what) from e
-        except SystemError as e:  # what the client makes of an error that it had met before
+        except SystemError as e:  # the client raises this after an earlier error
             self.leave()
             raise Overtaken(str(e), time.monotonic() - begun) from e
         except BaseException:
@@ -157,16 +159,16 @@ class Writer:
         failpoint("after-transaction")
 
     def _flush(self, client: _Client) -> None:
-        """Wait for what has been produced; an error of it comes when the transaction ends."""
+        """Wait for the delivery of messages; their errors appear when the transaction ends."""
         deadline = time.monotonic() + self.timeout
         while client.producer.flush(_POLL) and not client.failures and time.monotonic() < deadline:
             continue
 
     def too_long(self, seconds: float) -> LimitExceeded:
-        """What is raised when the brokers end transactions before they are complete."""
+        """Return the error to raise when the brokers end transactions before they are complete."""
         return LimitExceeded(
-            f"a transaction under {self.id} was ended by the brokers after {seconds:.0f} seconds",
-            f"Nothing of it was applied. Raise sink.transaction_timeout, which is {self.timeout:g} seconds, and"
+            f"the brokers ended a transaction under {self.id} after {seconds:.0f} seconds",
+            f"Nothing of it was applied. Raise sink.transaction_timeout, now {self.timeout:g} seconds, and, if needed,"
             " transaction.max.timeout.ms of the brokers.",
         )
 
@@ -174,13 +176,13 @@ class Writer:
         failures: list[KafkaError] = []
 
         def failed(error: KafkaError | None, message: Message) -> None:
-            # Messages of a transaction that fails are purged, which does not say why it fails.
+            # Messages of a failed transaction are purged; that error does not contain the cause.
             if error is not None and error.code() not in _PURGED:
                 failures.append(error)
 
         conf = self.cluster.conf(transactional_id=self.id, transaction_timeout_ms=int(self.timeout * 1000))
         conf |= {"message.timeout.ms": int(self.timeout * 1000), "delivery.report.only.error": True}
-        with self.cluster.failing(f"transactions under {self.id} cannot be begun"):
+        with self.cluster.failing(f"cannot start transactions under {self.id}"):
             producer = Producer({**tuned(conf), "on_delivery": failed})
             producer.init_transactions(_END_SECONDS)
         return _Client(producer, failures)
@@ -195,9 +197,10 @@ class _Client:
 
 
 def _reason(producer: Producer, error: KafkaError) -> KafkaError:
-    """Why a transaction has failed: of one that can only be aborted the client takes no message, and does not say why.
+    """Return why a transaction has failed.
 
-    It says so to who wants to commit the transaction, which it does not do in this state.
+    If a transaction can only be aborted, the client rejects messages without naming the cause. It names the cause for
+    an attempt to commit, which does not succeed in this state.
     """
     if error.code() == KafkaError._STATE:
         try:
@@ -208,7 +211,9 @@ def _reason(producer: Producer, error: KafkaError) -> KafkaError:
 
 
 def _abort(producer: Producer) -> None:
-    """End a transaction that fails, so that its messages hold up no reader; whoever comes next would end it, too."""
+    """Abort a failed transaction, so that its messages do not hold up readers; otherwise the next owner
+    would end it.
+    """
     with suppress(KafkaException):
         producer.abort_transaction(_ABORT_SECONDS)
 
@@ -218,7 +223,7 @@ _locks: defaultdict[Writer, threading.RLock] = defaultdict(threading.RLock)
 
 
 def end_all(writers: Iterable[Writer]) -> None:
-    """As :meth:`Writer.end`, for many at once."""
+    """Call :meth:`Writer.end` for many writers at once."""
     chosen = list(writers)
     if chosen:
         with ThreadPoolExecutor(min(len(chosen), _AT_ONCE)) as pool:
@@ -226,7 +231,7 @@ def end_all(writers: Iterable[Writer]) -> None:
 
 
 def tuned(conf: dict[str, object]) -> dict[str, object]:
-    """The properties of a producer, those of the user first."""
+    """Return the properties of a producer; the user's take precedence."""
     ours = {
         "linger.ms": _LINGER_MS,
         "queue.buffering.max.messages": _QUEUE_MESSAGES,
@@ -240,9 +245,9 @@ def tuned(conf: dict[str, object]) -> dict[str, object]:
 def produce(producer: Producer, batch: Batch, cluster: Cluster) -> None:
     """Hand messages to a producer, waiting while its queue is full.
 
-    :raises CdcError: when it does not take one.
+    :raises CdcError: when it rejects a message.
     """
-    # One call each, its arguments by position, takes less than produce_batch() does with a dict for each message.
+    # One call per message with positional arguments is faster than produce_batch() with a dict for each message.
     take, topic, partition = producer.produce, batch.topic, batch.partition
     for key, value in zip(batch.keys.to_pylist(), batch.values.to_pylist(), strict=True):
         try:
@@ -253,9 +258,9 @@ def produce(producer: Producer, batch: Batch, cluster: Cluster) -> None:
 
 
 def _produce_later(producer: Producer, batch: Batch, cluster: Cluster, key: bytes | None, value: bytes | None) -> None:
-    """Hand over a message for which the queue has had no room.
+    """Hand over a message that did not fit into the queue.
 
-    :raises CdcError: when there is none for too long.
+    :raises CdcError: when the queue stays full for too long.
     """
     deadline = time.monotonic() + _END_SECONDS
     while True:
@@ -265,9 +270,9 @@ def _produce_later(producer: Producer, batch: Batch, cluster: Cluster, key: byte
         except BufferError:
             if time.monotonic() > deadline:
                 raise StreamFailed(
-                    f"Kafka at {cluster.brokers} takes no message of topic {batch.topic} for {_END_SECONDS:.0f}"
-                    " seconds",
-                    "See that the brokers run and can be reached; then start again.",
+                    f"Kafka at {cluster.brokers} has accepted no message of topic {batch.topic} for"
+                    f" {_END_SECONDS:.0f} seconds",
+                    "Check that the brokers run and can be reached; then start again.",
                 ) from None
         else:
             return

@@ -1,7 +1,7 @@
-"""Truncates that are not written to a topic, as consumers of Debezium's events rarely know them.
+"""Records truncates that are not written to a topic, because consumers of Debezium's events rarely expect them.
 
-The record's contents then say under ``truncates``, by the table's label, where the last one stands among the changes,
-so that the topic's events are known to come to what the source has.
+Under ``truncates``, by the table's label, the record contains the position of the last truncate among the changes. So
+comparisons know which of the topic's events still count.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ NOTED = "truncates"
 """The section of the record's contents."""
 
 
-def told(rows: pa.Table) -> tuple[pa.Table, tuple[int, int] | None]:
-    """Part events from truncates.
+def split_truncates(rows: pa.Table) -> tuple[pa.Table, tuple[int, int] | None]:
+    """Separate events from truncates.
 
     :returns: the other events, and LSN and number of the last truncate.
     """
@@ -34,15 +34,15 @@ def told(rows: pa.Table) -> tuple[pa.Table, tuple[int, int] | None]:
     return rows.filter(pc.invert(truncates)), place
 
 
-def note(label: str, topic_id: str | None, lsn: LogPosition, seq: int) -> Change:
-    """Return what the contents say of a truncate from then on."""
+def truncate_change(label: str, topic_id: str | None, lsn: LogPosition, seq: int) -> Change:
+    """Return the change that records a truncate."""
     return Change({NOTED: {label: {"id": topic_id, "lsn": format_lsn(lsn), "seq": seq}}})
 
 
-def event(contents: Contents, target: Target, topic_id: str) -> pa.RecordBatch | None:
-    """Return the last truncate of a topic as the event that it would be; ``None`` without any.
+def last_truncate(contents: Contents, target: Target, topic_id: str) -> pa.RecordBatch | None:
+    """Return the last truncate of a topic as an event; ``None`` if there is none.
 
-    :param topic_id: of the topic as it is now: what is noted may be of one that has been removed.
+    :param topic_id: id of the current topic; the recorded truncate may belong to a removed one.
     """
     found: dict[str, Any] | None = contents.get(NOTED, {}).get(target.table.label)
     if found is None or found["id"] not in (None, topic_id):

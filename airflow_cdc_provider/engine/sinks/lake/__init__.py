@@ -1,1 +1,1 @@
-"""What sinks share whose store is files: paths, storage, and a log of entries."""
+"""Shared code of sinks that store files: paths, storage, and a log of entries."""

@@ -1,7 +1,7 @@
-"""HDFS by its REST interface, with files that come whole or not at all, as an object store's do.
+"""HDFS through its REST interface, with atomic writes of files like those of an object store.
 
-HDFS has no such writes, but a rename is one step of the NameNode: it replaces no file unless it is told to. So a file
-is written under another name beside its own, which it then gets.
+HDFS has no such writes, but a rename is one step of the NameNode, which replaces a file only on request. So a file is
+written under a temporary name next to its final name, and then renamed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import requests
 from fsspec.implementations.webhdfs import WebHDFS
 
 from airflow_cdc_provider.engine.core.failpoint import failpoint
-from airflow_cdc_provider.engine.sinks.lake.temporary_names import beside
+from airflow_cdc_provider.engine.sinks.lake.temporary_names import temporary_name
 
 _SECONDS = 60.0
-"""How long an answer is waited for; by itself, requests would for ever."""
+"""Seconds to wait for an answer; by default, requests would wait forever."""
 
 _READINGS = 5
 
@@ -31,11 +31,11 @@ _KINDS = {
 
 
 class BrokenOff(OSError):
-    """An answer that ended before its end, or an error of a DataNode or NameNode that is no refusal."""
+    """A truncated answer, or an error of a DataNode or NameNode that is not a refusal."""
 
 
 class Hdfs(WebHDFS):  # type: ignore[misc]
-    """What fsspec has for ``webhdfs://``, configured as that is, and more careful."""
+    """fsspec's file system for ``webhdfs://``, with the same configuration and stricter error handling."""
 
     def _connect(self) -> None:
         super()._connect()
@@ -46,40 +46,41 @@ class Hdfs(WebHDFS):  # type: ignore[misc]
         return str(super()._strip_protocol(path)) or "/"
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
-        """Write a file whole.
+        """Write a whole file.
 
-        :param mode: ``create`` to do so only if there is none.
-        :raises FileExistsError: when there is one then.
+        :param mode: ``create`` to write it only if it does not exist.
+        :raises FileExistsError: when it exists in that mode.
         """
-        temporary = beside(path)
+        temporary = temporary_name(path)
         try:
             self._write(temporary, value)
             failpoint("before-link")
-            # Without an option, the NameNode answers whether it has renamed. With one, which fsspec does not offer,
-            # it answers nothing or an error; but gateways that do not know of options go on as if there were none.
+            # Without an option, the NameNode answers whether it has renamed. With one, which fsspec does not support,
+            # it answers nothing or an error. Gateways that do not know options proceed as if there were none.
             options = {} if mode == "create" else {"renameoptions": "OVERWRITE"}
             answer = self._call("RENAME", "put", temporary, destination=path, **options)
         except BaseException:
             with suppress(OSError):
-                self.rm(temporary)  # lest a rename whose answer was lost come later
+                self.rm(temporary)  # a rename whose answer was lost must not take effect later
             raise
         failpoint("after-link")
         if answer.content and not answer.json()["boolean"]:
             self.rm(temporary)
             if mode == "create":
                 raise FileExistsError(path)
-            raise OSError("the gateway cannot replace a file, unlike the NameNode itself")
+            raise OSError("the gateway cannot replace a file, although the NameNode can")
 
     def _write(self, path: str, value: bytes) -> None:
-        """Make a file by one write: what fsspec does, to make an empty one and append, suits large files."""
+        """Create a file with one write. Creating an empty file and appending, like fsspec, suits large files only."""
         location = self._call("CREATE", "put", path, redirect=False).headers["Location"]
         headers = {"content-type": "application/octet-stream"}
         self.session.put(self._apply_proxy(location), data=value, headers=headers)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        """Read a file by one request, so that it is of one length and content if it is replaced meanwhile.
+        """Read a file with one request, so that its length and content match even if it is replaced meanwhile.
 
-        A DataNode that has lost what it reads, because it was replaced, breaks off: then it is read from the beginning.
+        If a DataNode loses the file while reading because it was replaced, the answer is truncated. The file is then
+        read again from the beginning.
         """
         bounds = {"offset": start or 0} | ({} if end is None else {"length": end - (start or 0)})
         for _reading in range(_READINGS - 1):
@@ -94,7 +95,7 @@ class Hdfs(WebHDFS):  # type: ignore[misc]
         return bytes(answer.content)
 
     def exists(self, path: str, **_: Any) -> bool:
-        """Whether there is a file or folder; fsspec takes any error for a no."""
+        """Return whether a file or folder exists; fsspec would treat any error as a no."""
         try:
             self.info(path)
         except FileNotFoundError:
@@ -102,7 +103,7 @@ class Hdfs(WebHDFS):  # type: ignore[misc]
         return True
 
     def find(self, path: str, **_: Any) -> list[str]:
-        """All files below a folder; fsspec leaves out folders that it fails to list."""
+        """Return all files below a folder; fsspec would omit folders that it fails to list."""
         found: list[str] = []
         folders = [path]
         while folders:
@@ -113,9 +114,10 @@ class Hdfs(WebHDFS):  # type: ignore[misc]
 
 
 def _answer(request: Callable[..., requests.Response], method: str, url: str, **given: Any) -> requests.Response:
-    """What NameNode or DataNode answers, an error as one: fsspec takes a DataNode's for a file's content.
+    """Return an answer of NameNode or DataNode, or raise its error; fsspec would treat a DataNode's error as file
+    content.
 
-    URLs are not told, as they may have a token.
+    Messages do not contain URLs, which may include a token.
     """
     try:
         answer = request(method=method, url=url, timeout=_SECONDS, **given)

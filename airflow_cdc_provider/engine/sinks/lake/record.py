@@ -1,12 +1,12 @@
-"""The commit record of sinks whose store has files and no transactions: a log beside the tables.
+"""The commit record of sinks that store files without transactions: a log next to the tables.
 
-It is the ground truth of a pipeline, ``<root>/_airflow_cdc/<pipeline>/log``, see :mod:`.log`. A sink whose commit is
-one entry, such as one that names files, has its unit in the same step as the record. One whose commit changes several
-objects, such as tables with logs of their own, decides by an entry what is to be done, which is when the unit is
-committed, then does it, and says so by another entry. Whoever comes in between, be it after a crash, does it first.
-The record tells of a unit when that has been done: what it says is in the tables.
+It is the authoritative state of a pipeline, in ``<root>/_airflow_cdc/<pipeline>/log``, see :mod:`.log`. For sinks whose
+commit is a single entry, such as one that names files, the unit and the record change in the same step. Other commits
+change several objects, such as tables with their own logs. Then one entry decides the work, which commits the unit; the
+work is done; and another entry reports this. A process that arrives in between, also after a crash, does the work
+first. The record contains the unit only after that, so that the tables always contain everything in the record.
 
-Nobody has to be waited for, nor ended: an overtaken run cannot append.
+No process has to be awaited or ended, because an overtaken run cannot append.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from airflow_cdc_provider.engine.core.errors import StagingLost
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.sinks.lake.log import Head, Log
-from airflow_cdc_provider.engine.sinks.lake.storage import Place
+from airflow_cdc_provider.engine.sinks.lake.storage import Storage
 from airflow_cdc_provider.engine.sinks.record_log import record_contents
 from airflow_cdc_provider.engine.sinks.record_log.record import ChangesRecord, Commit
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change, Contents, Step
 
 FOLDER = "_airflow_cdc"
-"""Of the sink's path. Readers of tables pass over names that begin with an underscore."""
+"""Folder below the sink's path. Readers of tables ignore names that begin with an underscore."""
 
 _STORE = "store.id"  # no pipeline's name has a dot
 
-_PATIENCE = 30.0  # seconds. A step of large tables may take longer; who does it, too, then wastes work, and no more
+_PATIENCE = 30.0  # seconds; a step on large tables may take longer, then a second process only does the same work again
 _LOOK_SECONDS = 0.2
 
-_locks: defaultdict[Place, threading.RLock] = defaultdict(threading.RLock)
-_decided: dict[Place, int] = {}
+_locks: defaultdict[Storage, threading.RLock] = defaultdict(threading.RLock)
+_decided: dict[Storage, int] = {}
 """The last step that this process has decided."""
 
 
@@ -46,32 +46,32 @@ _decided: dict[Place, int] = {}
 class LakeRecord(ChangesRecord):
     """A pipeline's commit record below a path.
 
-    :param root: where the tables are.
+    :param root: directory of the tables.
     :param pipeline: name of the pipeline.
     :param mode: ``mirror`` or ``changelog``.
     """
 
-    root: Place
+    root: Storage
     pipeline: str
     mode: Literal["mirror", "changelog"]
 
     def _missing(self, head: Head | None, targets: Sequence[Target]) -> tuple[Target, ...]:
-        """The targets that no longer exist; see :meth:`.contract.Sink.missing`."""
+        """Return the targets that no longer exist; see :meth:`.contract.Sink.missing`."""
         return ()
 
     @abstractmethod
     def _carry_out(self, contents: Contents, step: Step) -> None:
-        """Do what a step says, if it has not been done: several processes may do so, at once and one after the other.
+        """Do the work of a step unless it has been done; several processes may do so, at once or one after the other.
 
-        One that was overtaken long ago may do so, too, when it wakes up. What the step changes must therefore note the
-        step's number in the same commit, and refuse one that is not beyond what it has noted.
+        A run that was overtaken long ago may do so too when it resumes. Each change must therefore record the step's
+        number in the same commit, and refuse a number that is not greater than the recorded one.
         """
 
     # -- appending ----------------------------------------------------------------------------------
 
     @property
     def place(self) -> str:
-        """See :attr:`.ChangesRecord.place`."""
+        """Return the URL, for messages."""
         return self.root.url
 
     def _require_store(self) -> None:
@@ -92,7 +92,7 @@ class LakeRecord(ChangesRecord):
         return self._log.begin(change, what) is not None
 
     @property
-    def _home(self) -> Place:
+    def _home(self) -> Storage:
         return self.root / FOLDER / self.pipeline
 
     @property
@@ -106,10 +106,11 @@ class LakeRecord(ChangesRecord):
         return head
 
     def _append(self, epoch: int | None, what: str, decide: Callable[[Contents], Commit | None]) -> Contents | None:
-        """See :meth:`.ChangesRecord._append`.
+        """Append an entry, see :meth:`.ChangesRecord._append`.
 
-        A step that is open is carried out before, unless another part of the run is at it; without an epoch, whose
-        entry may then come between the step's two, afterwards, so that nobody else decides another one meanwhile.
+        An open step is completed first, unless another part of the run is doing so. Without an epoch, the entry may
+        come between the two entries of a step; the step is then completed afterwards, so that no other step is decided
+        meanwhile.
         """
         with _locks[self._home]:
             while True:
@@ -131,21 +132,21 @@ class LakeRecord(ChangesRecord):
                     _decided[self._home] = appended.number
                 return self._completed(appended).contents
 
-    def append_beside(self, what: str, decide: Callable[[Contents], Commit | None]) -> bool:
-        """Append an entry that needs no epoch, as what it says holds whoever runs the pipeline.
+    def append_without_epoch(self, what: str, decide: Callable[[Contents], Commit | None]) -> bool:
+        """Append an entry that needs no epoch, because it is valid for any run.
 
-        :param what, decide: as for a commit, which must do nothing when it does not hold any more.
-        :returns: whether anything was to be committed.
+        :param what, decide: as for a commit, which must do nothing if the entry is no longer valid.
+        :returns: whether there was anything to commit.
         """
         return self._append(None, what, decide) is not None
 
     def head(self) -> Head | None:
-        """The last entry of the log; ``None`` when there is no pipeline."""
+        """Return the last entry of the log; ``None`` if there is no pipeline."""
         head = self._log.head()
         return head if head is not None and head.contents.get("head") else None
 
     def _is_done_by_another(self, step: Step) -> bool:
-        """Leave a step for a while to the process that has decided it: two that do the same are slower than one."""
+        """Leave a step for a while to the process that has decided it, because doing it twice at once is slower."""
         deadline = time.monotonic() + (0.0 if _decided.get(self._home) == step.number else _PATIENCE)
         while time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
@@ -155,7 +156,7 @@ class LakeRecord(ChangesRecord):
         return False
 
     def _completed(self, head: Head) -> Head:
-        """Have the step that is open in ``head`` carried out, by this process or another."""
+        """Complete the step that is open in ``head``, in this process or another."""
         number = head.number
         while (step := record_contents.step_of(head.contents)) is not None and step.number <= number:
             self._roll_forward(head)
@@ -163,7 +164,9 @@ class LakeRecord(ChangesRecord):
         return head
 
     def _roll_forward(self, head: Head) -> None:
-        """Carry out the step that is open in ``head``, and say so unless another has appended meanwhile."""
+        """Do the work of the step that is open in ``head``, and append its completion unless another process has
+        appended.
+        """
         step = record_contents.step_of(head.contents)
         assert step is not None
         failpoint("before-step")
@@ -174,23 +177,26 @@ class LakeRecord(ChangesRecord):
     # -- the record ---------------------------------------------------------------------------------
 
     def identity(self) -> Mapping[str, Any]:
-        """See :meth:`.contract.Sink.identity`: a number that the store is given when it is first asked."""
+        """Return the store's id, which is created when it is first needed."""
         name = f"{FOLDER}/{_STORE}"
         while (found := self.root.read(name)) is None:
             self.root.create(name, uuid.uuid4().hex.encode())
         return {"store": found.decode()}
 
     def end_sessions(self) -> None:
-        """See :meth:`.contract.Sink.end_sessions`; there are none, and an overtaken run cannot commit.
+        """Complete an open step; there are no sessions, and an overtaken run cannot commit.
 
-        What has been decided will be in the record; it is carried out, so that whoever reads that next goes on from it.
+        The record will contain the decided step, so it is completed for the next reader of the record.
         """
         if (head := self.head()) is not None:
             self._completed(head)
 
     def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
-        """See :meth:`.contract.Sink.missing`. As targets are what they are by all that has been decided, that is
-        carried out first: a part that enters a run looks for them before it reads where the record ends."""
+        """Return the targets that no longer exist.
+
+        An open step is completed first, because targets may depend on it. A part that enters a run checks its targets
+        before it reads the end of the record.
+        """
         head = self.head()
         step = None if head is None else record_contents.step_of(head.contents)
         if head is not None and step is not None and not self._is_done_by_another(step):
@@ -198,7 +204,7 @@ class LakeRecord(ChangesRecord):
         return self._missing(self._log.head(), targets)
 
     def drop(self) -> None:
-        """See :meth:`.contract.Sink.drop`."""
+        """Remove the log, everything staged and all deposits."""
         with _locks[self._home]:
             while (head := self._log.head()) is not None and not self._log.drop(head):
                 pass
@@ -206,13 +212,14 @@ class LakeRecord(ChangesRecord):
 
     # -- staged files and deposits ------------------------------------------------------------------
 
-    def _staging(self, kind: Literal["units", "chunks"], epoch: int) -> Place:
-        """Where files stand until they are committed. :meth:`sweep` empties it: of chunks, whose tasks it goes on
-        beside, only what earlier runs have left."""
+    def _staging(self, kind: Literal["units", "chunks"], epoch: int) -> Storage:
+        """Return the directory of uncommitted files. :meth:`sweep` empties it, except for chunks of the current run,
+        whose tasks may still be running.
+        """
         return self._home / "staging" / kind / str(epoch)
 
     def sweep(self, epoch: int) -> None:
-        """See :meth:`.contract.Sink.sweep`; nothing, either, while a step is open, which still needs what is staged."""
+        """Remove staged files; nothing while a step is open, because it still needs them."""
         head = self._log.head()
         if head is None or record_contents.step_of(head.contents) is not None:
             return
@@ -220,30 +227,30 @@ class LakeRecord(ChangesRecord):
             self._remove_epochs(f"staging/{kind}", epoch, own=kind == "units")
 
     def deposit(self, epoch: int, name: str, data: bytes | bytearray) -> None:
-        """See :meth:`.contract.Sink.deposit`."""
+        """Keep a piece of the log in a file."""
         self._contents(epoch)
         self._home.replace(f"deposits/{epoch}/{name}", bytes(data))
 
     def fetch(self, epoch: int, name: str, size: int) -> bytearray:
-        """See :meth:`.contract.Sink.fetch`."""
+        """Return a deposit."""
         self._contents(epoch)
         found = self._home.read(f"deposits/{epoch}/{name}")
         if found is None or len(found) != size:
             raise StagingLost(
-                f"{size} bytes of the log were left in the sink, {len(found or b'')} are there",
-                "Start again: the log is read anew from the applied LSN.",
+                f"{size} bytes of the log were deposited in the sink, but {len(found or b'')} were found",
+                "Start again: the log is read again from the applied LSN.",
             )
         return bytearray(found)
 
     def discard(self, epoch: int, names: Collection[str] | None = None) -> None:
-        """See :meth:`.contract.Sink.discard`."""
+        """Remove deposits."""
         if names is None:
             self._remove_epochs("deposits", epoch, own=True)
         for name in names or ():
             self._home.remove(f"deposits/{epoch}/{name}")
 
     def _remove_epochs(self, folder: str, epoch: int, own: bool) -> None:
-        """Remove what runs up to the present one have left; nothing when the epoch is another's by now."""
+        """Remove leftovers of runs up to the current one; nothing if another run has the epoch by now."""
         head = self._log.head()
         if head is None or head.contents.get("head", {}).get("epoch") != epoch:
             return

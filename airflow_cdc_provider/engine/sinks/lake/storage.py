@@ -1,7 +1,8 @@
-"""A folder of files, local, in an object store or in HDFS, and the few operations that commits are made of.
+"""A folder of files, local, in an object store or in HDFS, with the few operations that commits need.
 
-The one that matters is :meth:`Place.create`: it makes a file with its whole content if there is none of that name, and
-otherwise nothing, whoever else tries at the same moment. File systems in which that cannot be had are refused.
+The essential one is :meth:`Storage.create`. It creates a file with its whole content if no file of that name exists,
+and otherwise does nothing, even if other processes try at the same moment. File systems that cannot do this are
+refused.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ import fsspec
 
 from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError, ConnectionFailed, MissingPrivilege
 from airflow_cdc_provider.engine.core.failpoint import failpoint
-from airflow_cdc_provider.engine.sinks.lake.temporary_names import TEMPORARY, beside
+from airflow_cdc_provider.engine.sinks.lake.temporary_names import TEMPORARY, temporary_name
 
 LOCAL = frozenset({"file", "local"})
 CREATING = LOCAL | {"memory", "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "webhdfs"}
-"""Protocols of the file systems that create a file only if it is absent, as one step."""
+"""Protocols of file systems that can create a file only if it is absent, in one step."""
 
 
 _UNFINISHED_SECONDS = 3600.0
@@ -33,21 +34,21 @@ _memory = threading.Lock()
 
 
 @dataclass(frozen=True)
-class Place:
+class Storage:
     """A folder; the names of its files are relative, with slashes.
 
-    :param url: any URL that fsspec knows, or a local path.
+    :param url: any URL for fsspec, or a local path.
     """
 
     url: str
 
-    def __truediv__(self, name: str) -> Place:
-        """A folder below."""
-        return Place(f"{self.url.rstrip('/')}/{name}")
+    def __truediv__(self, name: str) -> Storage:
+        """Return a folder below this one."""
+        return Storage(f"{self.url.rstrip('/')}/{name}")
 
     @property
     def local(self) -> bool:
-        """Whether it is a folder of a local, or mounted, file system."""
+        """Return whether the folder is in a local or mounted file system."""
         return bool(LOCAL & set(self._protocols))
 
     @property
@@ -61,7 +62,7 @@ class Place:
 
     @property
     def _located(self) -> tuple[Any, str]:
-        """The file system, and the path that it has for the folder."""
+        """Return the file system, and its path of the folder."""
         if self.url.startswith("webhdfs://"):
             from airflow_cdc_provider.engine.sinks.lake.hdfs import Hdfs
 
@@ -70,23 +71,23 @@ class Place:
         return system, str(path)
 
     def path(self, name: str = "") -> str:
-        """The path of a file, as its file system has it, without a protocol."""
+        """Return the path of a file in its file system, without a protocol."""
         root = self._located[1].rstrip("/")
         return f"{root}/{name}" if name else root
 
     def location(self, name: str) -> str:
-        """The URL of a file, or its path where it is local: what readers are told."""
+        """Return the URL of a file for readers, or its path if it is local."""
         return self.path(name) if self.local else f"{self.url.rstrip('/')}/{name}"
 
     def require_create(self) -> None:
-        """Try that files are created only if they are absent.
+        """Test that files are created only if they are absent.
 
         :raises ConfigError: when the file system cannot do that.
-        :raises CdcError: when it cannot be written.
+        :raises CdcError: when the folder is not writable.
         """
         solution = (
             "Use a local or mounted path with hard links, or s3://, gs:// or abfs://, whose stores create an object"
-            " only if it is absent; a sink of type files also takes HDFS, by webhdfs://namenode:9870/path."
+            " only if it is absent. Sinks of type files also support HDFS, with webhdfs://namenode:9870/path."
         )
         protocol = self.url.partition("://")[0] if "://" in self.url else "file"
         if protocol not in CREATING:
@@ -100,12 +101,12 @@ class Place:
             self.remove(probe)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Make a file with its whole content, durably, unless there is one of that name.
+        """Create a file with its whole content, durably, unless a file of that name exists.
 
-        :param data: such as nobody else writes to that name, so that a file that was made tells by whom.
-        :returns: whether it was made.
+        :param data: content that no other process writes to that name, so that the file shows who created it.
+        :returns: whether this call created it.
         """
-        with self._told("written", name):
+        with self._translated_errors("written", name):
             try:
                 if self.local:
                     _link(Path(self.path(name)), data)
@@ -116,7 +117,7 @@ class Place:
             except FileExistsError:
                 if self.local:
                     return False
-                return self.read(name) == data  # a request is sent again when its answer is lost
+                return self.read(name) == data  # a request is repeated when its answer is lost
             except Exception:
                 found = self.read(name)
                 if found is None:
@@ -124,8 +125,8 @@ class Place:
                 return found == data
 
     def replace(self, name: str, data: bytes) -> None:
-        """Make or replace a file, durably; a reader sees the old content or the new."""
-        with self._told("written", name):
+        """Create or replace a file, durably; readers see either the old or the new content."""
+        with self._translated_errors("written", name):
             path = self.path(name)
             if self.local:
                 temporary = _temporary(Path(path), data)
@@ -136,19 +137,19 @@ class Place:
 
     @contextmanager
     def writing(self, name: str) -> Iterator[IO[bytes]]:
-        """A new file to write to, which is durable at the end of the block, and gone if that fails."""
+        """Open a new file for writing; it is durable at the end of the block, and removed if the block fails."""
         try:
-            with self._told("written", name):
+            with self._translated_errors("written", name):
                 path = self.path(name)
                 if self.local:
                     _make_directory(Path(path).parent)
                 file = self._fs.open(path, "wb")
             try:
-                yield cast(IO[bytes], _Written(file, lambda: self._told("written", name)))
+                yield cast(IO[bytes], _Written(file, lambda: self._translated_errors("written", name)))
             except BaseException:
                 _abandon(file)
                 raise
-            with self._told("written", name):
+            with self._translated_errors("written", name):
                 file.close()
                 if self.local:
                     with Path(path).open("rb") as written:
@@ -161,29 +162,29 @@ class Place:
 
     @contextmanager
     def reading(self, name: str) -> Iterator[IO[bytes]]:
-        """A file to read from."""
-        with self._told("read", name), self._fs.open(self.path(name), "rb") as file:
+        """Open a file for reading."""
+        with self._translated_errors("read", name), self._fs.open(self.path(name), "rb") as file:
             yield file
 
     def read(self, name: str, limit: int | None = None) -> bytes | None:
-        """The content of a file, ``None`` when there is none.
+        """Return the content of a file; ``None`` if it does not exist.
 
-        :param limit: bytes to read at most.
+        :param limit: maximum number of bytes to read.
         """
-        with self._told("read", name):
+        with self._translated_errors("read", name):
             try:
-                # By name, as s3fs has another parameter before them.
+                # Passed by name, because s3fs has another parameter before them.
                 bounds = {} if limit is None else {"start": 0, "end": limit}
                 return bytes(self._fs.cat_file(self.path(name), **bounds))
             except FileNotFoundError:
                 return None
 
     def names(self, folder: str = "") -> list[str]:
-        """Names of the files and folders in a folder, sorted, those not included that are being made."""
+        """Return names of the files and folders in a folder, sorted, without unfinished files."""
         return sorted(name for name in self._listed(folder) if not name.startswith(TEMPORARY))
 
     def _listed(self, folder: str) -> set[str]:
-        with self._told("listed", folder):
+        with self._translated_errors("listed", folder):
             self._fs.invalidate_cache()
             try:
                 found = self._fs.ls(self.path(folder), detail=False)
@@ -192,24 +193,24 @@ class Place:
         return {str(path).rstrip("/").rsplit("/", 1)[-1] for path in found}
 
     def files(self, folder: str = "") -> list[str]:
-        """Names of all files below a folder, relative to the place, sorted."""
-        with self._told("listed", folder):
+        """Return names of all files below a folder, relative to this one, sorted."""
+        with self._translated_errors("listed", folder):
             self._fs.invalidate_cache()
             root = f"{self.path()}/"
             found = (str(path) for path in self._fs.find(self.path(folder)))
             return sorted(path.removeprefix(root) for path in found)
 
     def modified(self, name: str) -> float | None:
-        """When a file was written, in seconds since 1970; ``None`` when it is gone."""
-        with self._told("read", name):
+        """Return when a file was written, in seconds since 1970; ``None`` if it does not exist."""
+        with self._translated_errors("read", name):
             try:
                 return float(self._fs.modified(self.path(name)).timestamp())
             except FileNotFoundError:
                 return None
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file; ``None`` when there is none."""
-        with self._told("read", name):
+        """Return the bytes of a file; ``None`` if it does not exist."""
+        with self._translated_errors("read", name):
             try:
                 self._fs.invalidate_cache()
                 return int(self._fs.size(self.path(name)))
@@ -217,14 +218,14 @@ class Place:
                 return None
 
     def remove(self, name: str = "") -> None:
-        """Remove a file, or a folder with all it holds, if it is there."""
-        with self._told("removed", name), contextlib.suppress(FileNotFoundError):
+        """Remove a file, or a folder with its contents, if it exists."""
+        with self._translated_errors("removed", name), contextlib.suppress(FileNotFoundError):
             self._fs.invalidate_cache()
             if self._fs.exists(self.path(name)):
                 self._fs.rm(self.path(name), recursive=True)
 
     def remove_unfinished(self) -> None:
-        """Remove what writers that have died have left of files that they were making in the folder."""
+        """Remove unfinished files that dead writers have left in the folder."""
         for name in self._listed(""):
             if name.startswith(TEMPORARY):
                 made = self.modified(name)
@@ -232,40 +233,40 @@ class Place:
                     self.remove(name)
 
     @contextmanager
-    def _told(self, what: str, name: str) -> Iterator[None]:
-        """Say what the file system refuses; libraries of object stores have exceptions of their own."""
+    def _translated_errors(self, what: str, name: str) -> Iterator[None]:
+        """Translate errors of the file system; libraries of object stores have their own exceptions."""
         try:
             yield
         except CdcError:
             raise
         except ImportError as e:
             raise ConfigError(
-                f"{self.url} cannot be {what}: {e}", "Install the package that fsspec names, on executors, too."
+                f"{self.url} cannot be {what}: {e}", "Install the package that fsspec names, also on executors."
             ) from e
         except PermissionError as e:
             raise MissingPrivilege(
                 f"{self.url}/{name} cannot be {what}: {e.strerror or e}",
-                "Let the user, or the role, that runs the pipeline read, write and delete there.",
+                "Allow the user or role that runs the pipeline to read, write and delete there.",
             ) from e
         except Exception as e:
             reason = getattr(e, "strerror", None) or str(e) or type(e).__name__
             raise ConnectionFailed(
                 f"{self.url}/{name} cannot be {what}: {reason}",
-                "See that the store is there and has space, and that the driver and all executors reach it.",
+                "Check that the store runs and has space, and that the driver and all executors can reach it.",
             ) from e
 
 
 class _Written:
-    """A file that is being written to.
+    """A file that is being written.
 
-    :param told: says what its store refuses, see :meth:`Place._told`.
+    :param translated_errors: translates errors of the store, see :meth:`Storage._translated_errors`.
     """
 
-    def __init__(self, file: IO[bytes], told: Callable[[], AbstractContextManager[None]]) -> None:
-        self._file, self._told = file, told
+    def __init__(self, file: IO[bytes], translated_errors: Callable[[], AbstractContextManager[None]]) -> None:
+        self._file, self._translated_errors = file, translated_errors
 
     def write(self, data: bytes) -> int:
-        with self._told():
+        with self._translated_errors():
             return self._file.write(data)
 
     def __getattr__(self, name: str) -> Any:
@@ -273,7 +274,7 @@ class _Written:
 
 
 def _abandon(file: Any) -> None:
-    """Close a file that is not to be kept, without completing it where that can be helped."""
+    """Close a file that is to be discarded, without completing it if possible."""
     with contextlib.suppress(Exception):
         file.discard()
         file.closed = True
@@ -282,9 +283,9 @@ def _abandon(file: Any) -> None:
 
 
 def _temporary(path: Path, data: bytes) -> Path:
-    """Write what is to become a file beside it, durably."""
+    """Write the content of a file to a temporary file next to it, durably."""
     _make_directory(path.parent)
-    temporary = Path(beside(str(path)))
+    temporary = Path(temporary_name(str(path)))
     with temporary.open("xb") as file:
         file.write(data)
         file.flush()
@@ -293,7 +294,9 @@ def _temporary(path: Path, data: bytes) -> Path:
 
 
 def _link(path: Path, data: bytes) -> None:
-    """A hard link is made or it is not, and its file is whole by then; a rename would replace what is there."""
+    """Create a hard link to a complete file, which fails if the name exists; a rename would replace the
+    existing file.
+    """
     temporary = _temporary(path, data)
     failpoint("before-link")
     try:
@@ -305,7 +308,7 @@ def _link(path: Path, data: bytes) -> None:
 
 
 def _make_directory(path: Path) -> None:
-    """Make a directory and those above, each of which is durable in the one that it is in."""
+    """Create a directory and its parents, each durable in its own parent."""
     if path.is_dir():
         return
     _make_directory(path.parent)

@@ -1,4 +1,4 @@
-"""Names of files that are not whole yet, by which nobody takes them for files."""
+"""Names of unfinished files, which readers ignore."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import uuid
 TEMPORARY = ".tmp-"
 
 
-def beside(path: str) -> str:
-    """Where to write what is to become a file, so that neither readers nor :meth:`Place.names` take it for one."""
+def temporary_name(path: str) -> str:
+    """Return a temporary name for a file, which readers and :meth:`.Storage.names` ignore."""
     folder, slash, name = path.rpartition("/")
     return f"{folder}{slash}{TEMPORARY}{name}-{uuid.uuid4().hex}"

@@ -1,4 +1,4 @@
-"""Where a MySQL server is, and how it is reached."""
+"""Parses the address of a MySQL server, and connects to it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ _OPTIONS = frozenset({"ssl_ca", "ssl_cert", "ssl_key", "ssl_mode", "unix_socket"
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server is and who logs in.
+    """The address of a server, and the login.
 
-    :param options: of the DSN's query: ``ssl_mode``, ``ssl_ca``, ``ssl_cert``, ``ssl_key`` (paths), ``unix_socket``.
+    :param options: options in the DSN's query: ``ssl_mode``, ``ssl_ca``, ``ssl_cert``, ``ssl_key`` (paths),
+        ``unix_socket``.
     """
 
     host: str
@@ -40,9 +41,9 @@ class Address:
 
     @classmethod
     def parse(cls, dsn: str) -> Address:
-        """Read ``mysql://user:password@host:port/``.
+        """Parse ``mysql://user:password@host:port/``.
 
-        :raises ValueError: saying what would be right, without repeating what may be a password.
+        :raises ValueError: saying what would be right, without repeating a possible password.
         """
         wanted = "a URI of the form mysql://user:password@host:port/, special characters escaped (%40 for @)"
         try:
@@ -56,7 +57,7 @@ class Address:
         if not parts.username or not (parts.hostname or "unix_socket" in options):
             raise ValueError(wanted)
         if not options.keys() <= _OPTIONS:
-            raise ValueError(f"{wanted}, with parameters of {', '.join(sorted(_OPTIONS))}")
+            raise ValueError(f"{wanted}, with parameters from {', '.join(sorted(_OPTIONS))}")
         transport.mode_of(options)
         return cls(
             unquote(parts.hostname or "localhost"),
@@ -68,13 +69,13 @@ class Address:
 
     @property
     def place(self) -> str:
-        """The server, without the user and the password."""
+        """Return the server, without user and password."""
         return f"{self.host}:{self.port}"
 
     def connect(self) -> WaryConnection:
         """Open a bare connection.
 
-        :raises UntrustedServer: when it would not be protected as :mod:`.transport` says.
+        :raises UntrustedServer: when it would lack the protection described in :mod:`.transport`.
         """
         driver()
         from airflow_cdc_provider.engine.sinks.mysql.safe_connection import WaryConnection
@@ -100,15 +101,15 @@ class Address:
             cause = getattr(e, "original_exception", None)
             if isinstance(cause, ssl.SSLCertVerificationError):
                 raise UntrustedServer(
-                    f"the certificate of {self.place} is not to be trusted: {cause.verify_message}",
-                    "Give `sink.dsn` the authority that has signed it (`ssl_ca`), and the host by the name that stands"
-                    " in it; `ssl_mode=verify_ca` passes over the name.",
+                    f"the certificate of {self.place} cannot be trusted: {cause.verify_message}",
+                    "Set the authority that has signed the certificate in `sink.dsn` (`ssl_ca`), and use the host name"
+                    " in the certificate; `ssl_mode=verify_ca` ignores the name.",
                 ) from e
             raise
         return connection
 
     def _socket(self) -> socket.socket:
-        """A socket that notices within half a minute when the server's machine, or the way to it, is gone."""
+        """Return a socket that detects within half a minute that the server's machine or the network to it is gone."""
         made = socket.create_connection((self.host, self.port), CONNECT_SECONDS)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -119,7 +120,7 @@ class Address:
 
 
 def driver() -> Any:
-    """The module ``pymysql``, which only this sink needs.
+    """Return the module ``pymysql``, which only this sink needs.
 
     :raises ConfigError: when it is not installed.
     """
@@ -127,7 +128,7 @@ def driver() -> Any:
         import pymysql
     except ImportError as e:
         raise ConfigError(
-            "the sink type mysql needs the package PyMySQL, which is not installed",
-            "Install it where the driver and the executors run: pip install 'airflow-cdc-provider[mysql]'.",
+            "cannot use the sink type mysql because the package PyMySQL is not installed",
+            "Run `pip install 'airflow-cdc-provider[mysql]'` where the driver and the executors run.",
         ) from e
     return pymysql

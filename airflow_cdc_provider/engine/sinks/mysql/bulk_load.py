@@ -1,7 +1,7 @@
-"""Rows from Arrow into a table: by LOAD DATA LOCAL INFILE where both sides allow it, else by INSERT of many rows.
+"""Loads Arrow rows into a table: by LOAD DATA LOCAL INFILE if both sides allow it, otherwise by multi-row INSERT.
 
-What is loaded is put together column by column, without a Python loop per row. LOAD DATA LOCAL is lenient whatever the
-mode: it changes what does not fit, skips rows whose key is there, and only warns. So every warning is an error here.
+The loaded text is built column by column, without a Python loop per row. LOAD DATA LOCAL is lenient in any SQL mode: it
+changes values that do not fit, skips rows whose key exists, and only warns. So every warning is an error here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from airflow_cdc_provider.engine.core.errors import LimitExceeded, ValueRefused
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted
 from airflow_cdc_provider.engine.sinks.mysql.session_errors import row_of
-from airflow_cdc_provider.engine.sinks.mysql.types import Kind, join_texts
+from airflow_cdc_provider.engine.sinks.mysql.types import MysqlColumnType, join_texts
 
 _LOAD_BYTES = 8 << 20
 _SHOWN = 60
@@ -28,12 +28,12 @@ _Texts = pa.large_string()
 class Field:
     """A column that is loaded.
 
-    :param name: of the column in the table that it is loaded into.
-    :param title: what to call it in messages.
+    :param name: name of the column in the loaded table.
+    :param title: name of the column for messages.
     """
 
     name: str
-    kind: Kind
+    kind: MysqlColumnType
     title: str = ""
 
 
@@ -50,7 +50,7 @@ class Loader:
         """Load batches, whose columns are those of ``fields`` in order, into a table.
 
         :param table: its quoted name.
-        :param label: of the source table, for messages.
+        :param label: label of the source table, for messages.
         :returns: rows loaded.
         :raises LimitExceeded: when MySQL cannot hold a value.
         :raises ValueRefused: when the table cannot.
@@ -88,15 +88,15 @@ class Loader:
             _bytes(lines),
             self._packet,
         )
-        # The server keeps as many messages as it is set to, which may be none; it counts them all.
+        # The server keeps only a configured number of messages, possibly none, but counts all of them.
         (warned,) = self._session.one("SHOW COUNT(*) WARNINGS")
         if warned or loaded != count:
             messages = self._session.rows("SHOW WARNINGS LIMIT 1") if warned else []
-            said = messages[0][2] if messages else f"{loaded} of {count} rows were taken, {warned} values changed"
+            said = messages[0][2] if messages else f"{loaded} of {count} rows were loaded, {warned} values were changed"
             raise ValueRefused(
                 f"the target table of {label} cannot hold a value: {said}",
-                "Nothing of the unit was applied. Give the target's column the type that a new table would have, or"
-                " remove what stands in the row's place, then start again.",
+                "Nothing of the unit was applied. Give the target's column the type of a newly created table, or remove"
+                " the row that conflicts, then start again.",
                 f"the target table of {label} cannot hold a value",
             )
 
@@ -110,7 +110,7 @@ class Loader:
 
 
 def constant(field: Field, text: str, label: str) -> str:
-    """A value as SQL.
+    """Return a value as SQL.
 
     :raises LimitExceeded: when MySQL cannot hold it.
     """
@@ -119,7 +119,7 @@ def constant(field: Field, text: str, label: str) -> str:
 
 
 def _loaded(field: Field, column: pa.Array, label: str, packet: int) -> pa.Array:
-    """What is loaded of a column, none of it refused."""
+    """Return the texts to load for a column, after checking that MySQL can hold all of them."""
     if pa.types.is_boolean(column.type):
         column = column.cast(pa.int8())
     texts = column.cast(_Texts)
@@ -132,7 +132,7 @@ def _loaded(field: Field, column: pa.Array, label: str, packet: int) -> pa.Array
         if kind.hexadecimal:
             length = pc.divide(pc.subtract(length, 2), 2)
         _refuse(texts, pc.greater(length, kind.longest), field, label, f"longer than {kind.longest} in a key")
-    # A row of such a value could not be read again, and functions make NULL of it.
+    # A row with such a value could not be read again, and functions return NULL for it.
     large = pc.greater(pc.binary_length(texts), packet - 1024)
     _refuse(texts, large, field, label, f"larger than max_allowed_packet ({packet} bytes)")
     return kind.encode(texts)
@@ -145,25 +145,25 @@ def _refuse(texts: pa.Array, wrong: pa.Array, field: Field, label: str, why: str
     shown = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}… ({len(value)} characters)"
     raise LimitExceeded(
         f"column {field.title or field.name!r} of {label} has the value {shown!r}, {why}",
-        "Nothing of the unit was applied, and trying again does not help. Change the value at the source, or leave the"
-        " column out by `columns` in the pipeline file; if the change is in the log already, then run `airflow-cdc"
-        " resnapshot --all`, which goes on without it.",
+        "Nothing of the unit was applied, and a retry does not help. Change the value at the source, or leave the"
+        " column out with `columns` in the pipeline file. If the log already contains the change, then run `airflow-cdc"
+        " resnapshot --all`, which continues without it.",
         f"column {field.title or field.name!r} of {label} has a value {why}",
     )
 
 
-def _cell(texts: pa.Array, kind: Kind) -> pa.Array:
-    """A value as a field of a line; NULL as null."""
+def _cell(texts: pa.Array, kind: MysqlColumnType) -> pa.Array:
+    """Return a value as a field of a line; null becomes NULL."""
     if kind.plain:
         return texts
     doubled = pc.replace_substring(texts, '"', '""')
     return join_texts('"', doubled, '"')
 
 
-def _literal(texts: pa.Array, kind: Kind) -> pa.Array:
-    """A value as SQL; NULL as null.
+def _literal(texts: pa.Array, kind: MysqlColumnType) -> pa.Array:
+    """Return a value as SQL; null becomes NULL.
 
-    :param texts: what :func:`_loaded` has let through: of exact numbers nothing but digits, a sign and a point.
+    :param texts: texts checked by :func:`_loaded`; exact numbers consist of digits, a sign and a point.
     """
     if kind.exact:
         return texts
@@ -174,7 +174,7 @@ def _literal(texts: pa.Array, kind: Kind) -> pa.Array:
 
 
 def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """A batch in parts of some megabytes; an empty one has none."""
+    """Yield a batch in parts of some megabytes; none for an empty batch."""
     if not batch.num_rows:
         return
     rows = max(1, int(batch.num_rows * _LOAD_BYTES / max(1, batch.nbytes)))
@@ -183,7 +183,7 @@ def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 
 
 def _runs(sizes: np.ndarray[tuple[int], np.dtype[np.int64]], room: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows that are not larger than ``room`` together; a row that is, alone."""
+    """Yield ranges of rows with a total size of at most ``room``; a larger row forms its own range."""
     first, total = 0, 0
     for row, size in enumerate(sizes.tolist()):
         if total + size > room and row > first:
@@ -194,7 +194,7 @@ def _runs(sizes: np.ndarray[tuple[int], np.dtype[np.int64]], room: int) -> Itera
 
 
 def _bytes(lines: pa.Array) -> memoryview:
-    """The bytes of all texts, one after the other."""
+    """Return the bytes of all texts, one after the other."""
     _, offsets, data = lines.cast(_Texts).buffers()
     ends = np.frombuffer(offsets, np.int64)[lines.offset : lines.offset + len(lines) + 1]
     return memoryview(data)[ends[0] : ends[-1]]

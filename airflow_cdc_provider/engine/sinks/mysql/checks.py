@@ -1,4 +1,4 @@
-"""What can be checked of a MySQL sink without changing anything."""
+"""Checks a MySQL sink without changing anything."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from airflow_cdc_provider.engine.sinks.mysql.obstacles import find_triggers
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted, session
 from airflow_cdc_provider.engine.sinks.mysql.settings import MysqlSettings
 from airflow_cdc_provider.engine.sinks.mysql.table_definition import columns_of, create_table
-from airflow_cdc_provider.engine.sinks.mysql.target_tables import difference, mending
+from airflow_cdc_provider.engine.sinks.mysql.target_tables import correcting_statement, difference
 from airflow_cdc_provider.engine.sinks.mysql.transport import mode_of
 
 _PRIVILEGES = ("SELECT", "INSERT", "UPDATE", "DELETE", "CREATE", "DROP", "ALTER", "INDEX", "TRIGGER")
 _PACKET_BYTES = 16 << 20
-# Of each a row has up to 41 bytes in its page, and half a page, 8126 bytes, in all.
+# Each uses up to 41 bytes of a row in its page, and a row has at most half a page, 8126 bytes.
 _LONG_COLUMNS = 195
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _GRANT = re.compile(r"GRANT (.+?) ON (\S+) TO ", re.DOTALL)
 
 
 def check(settings: MysqlSettings, checks: Checks, pipeline: str, targets: Sequence[Target] | None) -> None:
-    """See :meth:`.SinkPlugin.check`."""
+    """Check the sink, and whether it can have the targets."""
     with ExitStack() as stack:
 
         def opened() -> Session:
@@ -55,10 +55,10 @@ def _protection(settings: MysqlSettings) -> str:
     if "unix_socket" in address.options:
         return "Connections to the sink do not leave this machine."
     if mode == "disabled" and address.host not in _LOOPBACK:
-        raise Caution(f"Connections to {address.place} are not encrypted: the DSN says ssl_mode=disabled.")
+        raise Caution(f"Connections to {address.place} are not encrypted because the DSN sets ssl_mode=disabled.")
     if mode == "required":
         raise Caution(
-            f"Connections to {address.place} are encrypted, but to whoever answers there. Give the DSN an ssl_ca, the"
+            f"Connections to {address.place} are encrypted, but the server is not verified. Add ssl_ca to the DSN, the"
             " authority that has signed the server's certificate."
         )
     return f"Connections to the sink: ssl_mode {mode}."
@@ -67,37 +67,37 @@ def _protection(settings: MysqlSettings) -> str:
 def _server(sink: Session) -> str:
     engines = {str(row[0]).lower(): str(row[1]).upper() for row in sink.rows("SHOW ENGINES")}
     if engines.get("innodb", "NO") == "NO":
-        raise ServerNotReady("the sink's server has no InnoDB, without which there are no transactions", "Enable it.")
+        raise ServerNotReady("the sink's server has no InnoDB, which transactions require", "Enable InnoDB.")
     (read_only,) = sink.one("SELECT @@read_only")
     if read_only:
         raise ServerNotReady("the sink's server is read-only", "Give sink.dsn the primary's address.")
-    return "The sink's server keeps transactions and takes writes."
+    return "The sink's server supports transactions and accepts writes."
 
 
 def _durability(sink: Session) -> str:
     (flush,) = sink.one("SELECT @@innodb_flush_log_at_trx_commit")
     if int(flush) != 1:
         raise Caution(
-            f"In the sink innodb_flush_log_at_trx_commit is {flush}: a crash of its machine may take back what was"
-            " committed, and the source's slot may have gone on by then. Set it to 1."
+            f"In the sink innodb_flush_log_at_trx_commit is {flush}: a crash of its machine may undo committed changes"
+            " after the source's slot has advanced past them. Set it to 1."
         )
-    return "What is committed in the sink is on its disk."
+    return "Commits in the sink are durable."
 
 
 def _loading(sink: Session) -> str:
     local, packet = sink.one("SELECT @@local_infile, @@max_allowed_packet")
     cautions = []
     if not local:
-        cautions.append("local_infile is off, so that rows are written by INSERT, which is slower")
+        cautions.append("local_infile is off, so rows are written by INSERT, which is slower")
     if int(packet) < _PACKET_BYTES:
-        cautions.append(f"max_allowed_packet is {packet} bytes, and larger values are refused")
+        cautions.append(f"max_allowed_packet is {packet} bytes, so larger values are refused")
     if cautions:
         raise Caution(f"In the sink, {' and '.join(cautions)}.")
     return f"Rows are loaded by LOAD DATA; values may have up to {packet} bytes."
 
 
 def _may_write(sink: Session, targets: Sequence[Target]) -> str:
-    """Look for the privileges among the user's grants; those by roles and patterns count as far as they are shown."""
+    """Check the privileges in the user's grants, including those by roles and patterns if they are shown."""
     schemas = sorted({"airflow_cdc", *(target.schema for target in targets)})
     held: dict[str, set[str]] = {}
     for (line,) in sink.rows("SHOW GRANTS"):
@@ -134,16 +134,16 @@ def _names(sink: Session, targets: Sequence[Target]) -> str:
         if place in seen:
             raise ConfigError(
                 f"{seen[place]} and {target.table.label} have the same target table"
-                f" {target.schema}.{target.name} on a server that does not tell case apart",
-                "Let sink.schema name different databases for them, or leave one out.",
+                f" {target.schema}.{target.name} on a server that ignores the case of names",
+                "Choose a sink.schema that gives them different databases, or do not capture one of them.",
             )
         if place[0] in ("airflow_cdc", "mysql", "sys", "information_schema", "performance_schema"):
             raise ConfigError(
-                f"{target.table.label} would be copied into the server's or our own database {target.schema}",
-                "Give sink.schema another name.",
+                f"{target.table.label} would be copied into {target.schema}, a database of the server or of the engine",
+                "Choose another name in sink.schema.",
             )
         seen[place] = target.table.label
-    return "Target tables have names of their own."
+    return "Target tables have distinct names."
 
 
 def _row_sizes(sink: Session, settings: MysqlSettings, targets: Sequence[Target]) -> str:
@@ -156,21 +156,21 @@ def _row_sizes(sink: Session, settings: MysqlSettings, targets: Sequence[Target]
     if wide:
         raise Caution(
             f"A row with a short value in each of {_LONG_COLUMNS} or more columns of LONGTEXT and LONGBLOB may be"
-            f" larger than InnoDB takes, and is then refused: {', '.join(wide)}."
+            f" larger than InnoDB allows, and would be refused: {', '.join(wide)}."
         )
-    return "No target table has so many columns of text that its rows could be too large."
+    return "No target table has too many columns of text for a row."
 
 
 def _definitions(sink: Session, settings: MysqlSettings, pipeline: str, targets: Sequence[Target]) -> str:
     statements = [create_table(target, settings.mode, sink.collation, pipeline) for target in targets]
-    return "\n".join(["Target tables that are missing are created so:", *(f"{each};" for each in statements)])
+    return "\n".join(["Missing target tables are created like this:", *(f"{each};" for each in statements)])
 
 
 def _triggers(sink: Session, targets: Sequence[Target]) -> str:
     found = find_triggers(sink, targets)
     if found:
         raise Caution(
-            "Triggers of target tables change what is written, and one that fails stops the pipeline:"
+            "Triggers of target tables change the written rows, and a trigger that fails stops the pipeline:"
             f" {'; '.join(found)}."
         )
     return "No target table has a trigger."
@@ -199,8 +199,8 @@ def _target_tables(sink: Session, settings: MysqlSettings, pipeline: str, target
         different = difference(sink, target, settings.mode) if there else ""
         if different:
             raise ForeignTable(
-                f"the target table {shown} exists, but is not as it has to be ({different})",
-                "Drop the table, so that it is created, or create it as shown above:"
-                f" {mending(sink, target, settings.mode) or 'in full'}",
+                f"the target table {shown} exists, but does not have the required form ({different})",
+                "Drop the table, so that it is created, or change it to the definition shown above:"
+                f" {correcting_statement(sink, target, settings.mode) or 'in full'}",
             )
-    return "No target table has rows of others, and those that exist are as they have to be."
+    return "Existing target tables have no foreign rows, and have the required form."

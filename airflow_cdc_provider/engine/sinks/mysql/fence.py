@@ -1,6 +1,6 @@
-"""The epoch of a pipeline on a MySQL server: who may commit, and who may change tables.
+"""The epoch of a pipeline on a MySQL server: controls which process may commit or change tables.
 
-Who does DDL holds a lock by name as well, see :mod:`.pending_ddl`.
+A process that runs DDL also holds a named lock, see :mod:`.pending_ddl`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from airflow_cdc_provider.engine.core.errors import GateClosed
 from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.sinks.mysql import session as sessions
 from airflow_cdc_provider.engine.sinks.mysql.address import Address
-from airflow_cdc_provider.engine.sinks.mysql.pending_ddl import is_pending, settle
+from airflow_cdc_provider.engine.sinks.mysql.pending_ddl import finish_announced, is_pending
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, session
 from airflow_cdc_provider.engine.sinks.transactional.reads import TransactionalSink
 from airflow_cdc_provider.engine.sinks.transactional.record import Lock
@@ -23,12 +23,12 @@ from airflow_cdc_provider.engine.sinks.transactional.record import Lock
 
 @dataclass(frozen=True)
 class MysqlFence(TransactionalSink[Session]):
-    """A pipeline's place on a MySQL server, and its epoch.
+    """A pipeline on a MySQL server, and its epoch.
 
     :param dsn: see :meth:`.session.Address.parse`.
     :param pipeline: name of the pipeline.
     :param mode: ``mirror`` or ``changelog``.
-    :param part: the part of a run whose sessions these are; empty for what is not done by one.
+    :param part: the part of a run that uses the sessions; empty outside of runs.
     """
 
     dsn: str = field(repr=False)
@@ -42,21 +42,21 @@ class MysqlFence(TransactionalSink[Session]):
 
     @property
     def _mark(self) -> str:
-        """Of a fixed length, so that no pipeline's names begin with another's."""
+        """Return a mark of fixed length, so that no pipeline's names are a prefix of another's."""
         return hashlib.sha256(self.pipeline.encode()).hexdigest()[:12]
 
     @contextmanager
     def _session(self) -> Iterator[Session]:
-        """A session that :meth:`end_sessions` finds."""
+        """Open a session that :meth:`end_sessions` can find."""
         with session(Address.parse(self.dsn)) as opened:
             opened.register(self.pipeline, self.part)
             yield opened
 
     @contextmanager
     def _alone(self, epoch: int | None = None, seconds: float | None = None) -> Iterator[Session]:
-        """A session that alone may do DDL; the epoch stays what it is meanwhile.
+        """Open a session that has the exclusive right to DDL; the epoch does not change meanwhile.
 
-        :raises Fenced: when ``epoch`` is another's.
+        :raises Fenced: when ``epoch`` belongs to another run.
         """
         with self._session() as opened, self._naming_lock(opened, seconds):
             if epoch is not None:
@@ -65,15 +65,15 @@ class MysqlFence(TransactionalSink[Session]):
 
     @contextmanager
     def _naming_lock(self, opened: Session, seconds: float | None = None) -> Iterator[None]:
-        """Hold the lock by name, with nothing pending."""
+        """Hold the named lock, after settling pending changes."""
         name = f"airflow_cdc_{self._mark}"
         opened.acquire(name, sessions.LOCK_SECONDS if seconds is None else seconds)
         try:
             if opened.exists("airflow_cdc", "pending"):
-                settle(opened, self.pipeline, self.mode)
+                finish_announced(opened, self.pipeline, self.mode)
             yield
         finally:
-            with suppress(Exception):  # it goes with the session at the latest
+            with suppress(Exception):  # the lock ends with the session at the latest
                 opened.release(name)
 
     @contextmanager
@@ -86,7 +86,7 @@ class MysqlFence(TransactionalSink[Session]):
                 opened.commit()
 
     def _begin(self, tx: Session, epoch: int, lock: Lock) -> LogPosition:
-        """See :meth:`.TransactionalRecord._begin`; whatever is pending is settled before."""
+        """Begin a transaction, see :meth:`.TransactionalRecord._begin`; pending changes are settled first."""
         while True:
             tx.begin()
             applied = self._fence(tx, epoch, lock)
@@ -108,14 +108,15 @@ class MysqlFence(TransactionalSink[Session]):
     def _next_epoch(self, owner: str, at_least: int) -> int:
         with self._alone(seconds=sessions.COMMIT_SECONDS) as opened:
             gone = GateClosed(
-                f"the sink {self._place} has no commit record of pipeline {self.pipeline} any more",
-                "It was dropped, or the sink restored, while the run began. Start it again, and it says what helps.",
+                f"the sink {self._place} has no commit record of pipeline {self.pipeline} anymore",
+                "It was dropped, or the sink was restored, while the run began. Start the pipeline again; it will"
+                " report what to do next.",
             )
             if not opened.exists("airflow_cdc", "pipelines"):
                 raise gone
             opened.limit_waiting(sessions.COMMIT_SECONDS)
             opened.begin()
-            # By the clock, so that no epoch comes twice, whatever becomes of the record in between.
+            # Taken from the clock, so that no epoch repeats even if the record is replaced in between.
             opened.run(
                 "UPDATE airflow_cdc.pipelines SET owner = %s, epoch = GREATEST(epoch + 1,"
                 " FLOOR(UNIX_TIMESTAMP(NOW(6)) * 1000), %s) WHERE pipeline = %s",
@@ -128,6 +129,6 @@ class MysqlFence(TransactionalSink[Session]):
             return int(found[0][0])
 
     def end_sessions(self) -> None:
-        """See :meth:`.contract.CommitRecord.end_sessions`."""
+        """End open sessions of the part, or of the whole pipeline."""
         with session(Address.parse(self.dsn)) as opened:
             opened.end_others(self.pipeline, self.part)

@@ -1,4 +1,4 @@
-"""Looks up what makes a target table in MySQL or MariaDB refuse what the sink will do, before anything is written."""
+"""Finds reasons why a target table in MySQL or MariaDB would refuse rows, before anything is written."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from airflow_cdc_provider.engine.sinks.mysql.session import Session
 
 
 def find_obstacle(opened: Session, target: Target, wanted: Collection[str], required: Collection[str]) -> str:
-    """Say in what a table that is there would refuse every row; empty if in nothing.
+    """Return why an existing table would refuse every row; empty if it would not.
 
     :param wanted: names of the columns that are written.
-    :param required: those of them of which every row has a value.
+    :param required: names of written columns that have a value in every row.
     """
     where = [target.schema, target.name]
     (kind,) = opened.one(
         "SELECT table_type FROM information_schema.tables WHERE table_schema = %s AND table_name = %s", where
     )
     if str(kind) not in ("BASE TABLE", "SYSTEM VERSIONED"):
-        return f"it is no table but a {str(kind).lower()}"
+        return f"it is not a table but a {str(kind).lower()}"
     columns = opened.rows(
         "SELECT column_name, is_nullable, column_default IS NOT NULL OR extra LIKE '%%auto_increment%%',"
         " COALESCE(generation_expression, '') <> '' FROM information_schema.columns"
@@ -33,14 +33,14 @@ def find_obstacle(opened: Session, target: Target, wanted: Collection[str], requ
             if known in written:
                 return f"column {name} is generated"
         elif str(nullable) == "NO" and known in written - filled:
-            return f"column {name} takes no NULL"
+            return f"column {name} is NOT NULL"
         elif str(nullable) == "NO" and known not in written and not has_default:
-            return f"column {name} is not the source's, takes no NULL and has no default"
+            return f"column {name} is not in the source, is NOT NULL and has no default"
     return ""
 
 
 def find_triggers(opened: Session, targets: Sequence[Target]) -> list[str]:
-    """List triggers on target tables, which change what is written; each runs as its definer."""
+    """Return the triggers on target tables, which change the written rows; each runs as its definer."""
     found = []
     for target in targets:
         query = (

@@ -1,24 +1,24 @@
-"""Changes of target tables by DDL, which MySQL commits by itself and at once, made safe under a crash at any point.
+"""Makes DDL on target tables crash-safe, although MySQL commits DDL immediately.
 
-A step of the Postgres sink is one transaction of data, record and DDL. Here DDL ends the transaction before it, and
-its lock on the epoch with it. So a change of a table is announced first and settled afterwards:
+A step of the Postgres sink is one transaction of data, record and DDL. In MySQL, DDL ends the preceding transaction and
+its lock on the epoch. So a change of a table is announced first and settled afterwards:
 
-1. The lock ``airflow_cdc_<pipeline>`` is taken by name. It belongs to the session, not to a transaction, and lasts
-   until the server has ended the session and whatever statement it was in. Who takes the epoch takes that lock first,
-   so the epoch stays what it is meanwhile.
-2. A transaction that checks the epoch enters the change into ``airflow_cdc.pending`` and commits.
-3. The DDL is done: one statement, which the server makes whole or not at all.
-4. A transaction brings the record up to it and removes the entry, once nothing else is left to do.
+1. The named lock ``airflow_cdc_<pipeline>`` is taken. It belongs to the session, not to a transaction, and lasts until
+   the server has ended the session and its running statement. A process that takes the epoch takes this lock first, so
+   the epoch does not change meanwhile.
+2. A transaction that checks the epoch writes the change to ``airflow_cdc.pending`` and commits.
+3. The DDL runs: one statement, which the server applies completely or not at all.
+4. A transaction updates the record to match, and removes the entry once nothing else is left to do.
 
-Whoever takes the epoch, or locks its row to commit anything, looks for an entry first and *settles* it under the lock
-of step 1, so that nothing is ever applied to a table in between. What the table shows decides, not what anybody
-remembers:
+A process that takes the epoch, or locks its row for a commit, first looks for an entry and *settles* it under the lock
+of step 1. So nothing is ever applied to a table in between. The state of the table decides, not the memory of a
+process:
 
-* An **alteration** puts a token of its own into the table's comment. If it is there, the record is brought up to it,
-  else the entry is removed, and nothing has happened.
-* An **exchange** puts a table that was filled aside in the place of the target, by one RENAME, so that no reader meets
-  a hole, or a value of the one definition under the other. The record of the new rows is written in step 2, which is
-  the point of no return: while the filled table is still aside, the exchange is completed.
+* An **alteration** writes its token into the table's comment. If the token is there, the record is updated; otherwise
+  the entry is removed, because nothing has happened.
+* An **exchange** puts a separately filled table in the place of the target, with one RENAME. Readers never see a
+  missing table, or a value of one definition under the other. Step 2 records the new rows, and is the point of no
+  return: as long as the filled table exists, the exchange is completed.
 """
 
 from __future__ import annotations
@@ -34,22 +34,24 @@ from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.sinks.mysql.address import driver
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted
-from airflow_cdc_provider.engine.sinks.mysql.session_errors import code_of, may_pass, said
+from airflow_cdc_provider.engine.sinks.mysql.session_errors import code_of, is_retryable, server_message
 from airflow_cdc_provider.engine.sinks.mysql.table_definition import Mode, columns_of, comment
 
-# That a statement waited too long, or its session ended, is for another try to tell.
+# After a lock timeout or an ended session, another attempt decides what has happened.
 _PASSING = {0, 1205, 1213, 1317, 1053, 1927, 2003, 2006, 2013}
 _REFERRED = {1451, 3730}
 
-Kind = Literal["alteration", "exchange"]
+ChangeKind = Literal["alteration", "exchange"]
 
 
-def announce(session: Session, pipeline: str, target: Target, kind: Kind, token: str, reread: bool = False) -> None:
-    """Enter a change into the record, within a transaction.
+def announce(
+    session: Session, pipeline: str, target: Target, kind: ChangeKind, token: str, reread: bool = False
+) -> None:
+    """Write a change to the record, within a transaction.
 
-    :param target: with the definition that its table will have.
-    :param token: what tells it from every other attempt; of a table aside, its name.
-    :param reread: of an alteration: the rows are about to be read again, and are until then not those of the source.
+    :param target: the target with the new definition of its table.
+    :param token: identifies the attempt; for a separately filled table, its name.
+    :param reread: for an alteration: the rows are about to be read again, and differ from the source until then.
     """
     session.run(
         "INSERT INTO airflow_cdc.pending (pipeline, source_table, kind, token, target_schema, target_table, definition,"
@@ -68,9 +70,9 @@ def announce(session: Session, pipeline: str, target: Target, kind: Kind, token:
 
 
 def alter(session: Session, pipeline: str, mode: Mode, target: Target, clauses: Sequence[str], token: str) -> None:
-    """Do an alteration that has been announced, and settle it.
+    """Run an alteration that has been announced, and settle it.
 
-    :raises CannotFollow: when the target does not let it be changed; nothing has happened.
+    :raises CannotFollow: when the target cannot be changed; nothing has happened.
     """
     pymysql = driver()
     marked = [*clauses, f"COMMENT = '{comment(pipeline, token)}'"]
@@ -80,18 +82,19 @@ def alter(session: Session, pipeline: str, mode: Mode, target: Target, clauses: 
     except pymysql.MySQLError as e:
         if code_of(e) in _PASSING:
             raise
-        settle(session, pipeline, mode)
+        finish_announced(session, pipeline, mode)
         raise CannotFollow(
-            f"the target table {target.schema}.{target.name} cannot be changed as {target.table.label} was: {said(e)}",
-            "Nothing from this change on has been applied. Remove what stands in the way at the target (a constraint,"
-            " an index or a generated column that uses the column, a missing privilege), then start again.",
+            f"the target table {target.schema}.{target.name} cannot be changed like {target.table.label}:"
+            f" {server_message(e)}",
+            "Nothing from this change on has been applied. Remove the obstacle at the target (a constraint, an index or"
+            " a generated column that uses the column, a missing privilege), then start again.",
         ) from e
     failpoint("after-alteration")
-    settle(session, pipeline, mode)
+    finish_announced(session, pipeline, mode)
 
 
-def settle(session: Session, pipeline: str, mode: Mode) -> None:
-    """Complete, or forget, what has been announced; under the lock by name, outside of a transaction."""
+def finish_announced(session: Session, pipeline: str, mode: Mode) -> None:
+    """Complete or discard the announced change; called under the named lock, outside of a transaction."""
     found = session.rows(
         "SELECT source_table, kind, token, target_schema, target_table, definition, reread FROM airflow_cdc.pending"
         " WHERE pipeline = %s",
@@ -121,9 +124,10 @@ def settle(session: Session, pipeline: str, mode: Mode) -> None:
 
 
 def _drop_defaults(session: Session, pipeline: str, mode: Mode, target: Target) -> None:
-    """Take back the defaults by which rows from before got the values of added columns.
+    """Remove the defaults that filled added columns in earlier rows.
 
-    Deletes and truncates of a changelog got them too, but carry no values. A default that is gone had its turn.
+    Deletes and truncates of a changelog got these values too, but must not have any. A missing default was already
+    handled.
     """
     shapes = session.rows(
         "SELECT shape FROM airflow_cdc.tables WHERE pipeline = %s AND source_table = %s", [pipeline, target.table.label]
@@ -144,12 +148,12 @@ def _drop_defaults(session: Session, pipeline: str, mode: Mode, target: Target) 
             if mode == "changelog":
                 session.run(f"UPDATE {table} SET {quoted(column.name)} = NULL WHERE _op IN ('d', 't')")
             failpoint("before-default-dropped")
-            # MySQL sets no default of a text, not even NULL; a definition without one has it.
+            # MySQL sets no default on a text column, not even NULL; a definition without a default implies NULL.
             session.run(f"ALTER TABLE {table} MODIFY COLUMN {quoted(column.name)} {definitions[column.name]}")
 
 
 def begin_again(session: Session, pipeline: str, label: str) -> None:
-    """Make a table one chunk that has not been read, whose rows will replace what is there."""
+    """Make a table one unread chunk whose rows will replace the existing ones."""
     session.run("DELETE FROM airflow_cdc.chunks WHERE pipeline = %s AND source_table = %s", [pipeline, label])
     session.run(
         "INSERT INTO airflow_cdc.chunks (pipeline, source_table, chunk, definition) VALUES (%s, %s, 0, %s)",
@@ -158,7 +162,7 @@ def begin_again(session: Session, pipeline: str, label: str) -> None:
 
 
 def is_pending(session: Session, pipeline: str) -> bool:
-    """Whether a change has been announced and not settled."""
+    """Return whether a change has been announced but not settled."""
     return bool(session.rows("SELECT 1 FROM airflow_cdc.pending WHERE pipeline = %s", [pipeline]))
 
 
@@ -167,7 +171,7 @@ def _gone(aside: str) -> str:
 
 
 def _exchange(session: Session, target: Target, aside: str) -> None:
-    """Put the table that is aside in the place of the target, unless that has been done."""
+    """Put the separately filled table in the place of the target, unless this has been done."""
     if not session.exists("airflow_cdc", aside):
         return
     place, gone = quoted(target.schema, target.name), quoted("airflow_cdc", _gone(aside))
@@ -179,28 +183,29 @@ def _exchange(session: Session, target: Target, aside: str) -> None:
     try:
         session.run(f"RENAME TABLE {', '.join(moves)}")
     except driver().MySQLError as e:
-        if may_pass(e):
+        if is_retryable(e):
             raise
         raise CannotFollow(
-            f"the target table {target.schema}.{target.name} cannot make room for the one into which"
-            f" {target.table.label} has been read, airflow_cdc.{aside}: {said(e)}",
-            f"Drop what stands in the way (a trigger on {target.schema}.{target.name}, a foreign key), then start"
-            " again: the new table takes its place. Make it anew afterwards.",
+            f"the target table {target.schema}.{target.name} cannot be replaced by airflow_cdc.{aside}, into which"
+            f" {target.table.label} has been read: {server_message(e)}",
+            f"Drop the obstacle (a trigger on {target.schema}.{target.name}, or a foreign key), then start again: the"
+            " new table takes its place. Recreate the obstacle afterwards.",
         ) from e
     failpoint("after-exchange")
 
 
 def _drop_replaced(session: Session, target: Target, gone: str) -> None:
-    """Drop a table whose place has been taken; a foreign key that nobody has shown us goes with its table there."""
+    """Drop a replaced table; a foreign key that is invisible to the pipeline's user may still refer to it."""
     try:
         session.run(f"DROP TABLE IF EXISTS {quoted('airflow_cdc', gone)}")
     except driver().MySQLError as e:
         if code_of(e) not in _REFERRED:
             raise
         raise TargetConflict(
-            f"the table airflow_cdc.{gone}, which was {target.schema}.{target.name} until {target.table.label} was read"
-            f" again, cannot be dropped, as a foreign key from elsewhere refers to it: {said(e)}",
-            f"Drop this foreign key, then start again. It may be made anew, to {target.schema}.{target.name}.",
+            f"cannot drop the table airflow_cdc.{gone}, which was {target.schema}.{target.name} until"
+            f" {target.table.label} was read again, because a foreign key from elsewhere refers to it:"
+            f" {server_message(e)}",
+            f"Drop this foreign key, then start again. Recreate it afterwards on {target.schema}.{target.name}.",
         ) from e
 
 

@@ -1,4 +1,4 @@
-"""MySQL and MariaDB as a kind of sinks: opened, checked."""
+"""The plugin for MySQL and MariaDB sinks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class MysqlPlugin:
-    """See :class:`.SinkPlugin`."""
+    """The plugin for MySQL and MariaDB sinks."""
 
     settings = MysqlSettings
 
     def open(self, settings: MysqlSettings, pipeline: str, part: str = "") -> MysqlSink:
-        """See :meth:`.SinkPlugin.open`."""
+        """Open the sink of a pipeline."""
         from airflow_cdc_provider.engine.sinks.mysql.sink import MysqlSink
 
         return MysqlSink(settings.dsn, pipeline, settings.mode, part)
@@ -33,7 +33,7 @@ class MysqlPlugin:
         targets: Sequence[Target] | None,
         source: SourceIdentity | None,
     ) -> None:
-        """See :meth:`.SinkPlugin.check`."""
+        """Check the sink, and whether it can have the targets."""
         from airflow_cdc_provider.engine.sinks.mysql.checks import check
 
         check(settings, checks, pipeline, targets)

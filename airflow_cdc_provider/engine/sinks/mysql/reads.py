@@ -1,4 +1,4 @@
-"""Chunks and re-reads in MySQL."""
+"""Writes chunks and re-reads to MySQL."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.record import ChunkRecord, Target
-from airflow_cdc_provider.engine.postgres.sql_condition import find_trouble
+from airflow_cdc_provider.engine.postgres.sql_condition import find_syntax_problem
 from airflow_cdc_provider.engine.sinks.mysql.address import driver
 from airflow_cdc_provider.engine.sinks.mysql.redefinition import MysqlRedefinition
 from airflow_cdc_provider.engine.sinks.mysql.session import Session
-from airflow_cdc_provider.engine.sinks.mysql.staging_tables import TableStatements
+from airflow_cdc_provider.engine.sinks.mysql.staging_tables import MysqlTableStatements
 
 
 @dataclass(frozen=True)
 class MysqlReads(MysqlRedefinition):
-    """See :class:`.contract.Sink`: chunks and re-reads."""
+    """The part of a MySQL sink that writes rows read from the source."""
 
     def _is_unfinished(self, tx: Session, chunk: Chunk) -> bool:
         found = tx.rows(
@@ -74,36 +74,37 @@ class MysqlReads(MysqlRedefinition):
         )
 
     def check_condition(self, target: Target, where: str) -> None:
-        """See :meth:`.contract.Sink.check_condition`; in a changelog rows are found by the source's keys alone.
+        """Check a condition on a mirror's rows; in a changelog, only the source's keys are used.
 
-        The condition is read as SQL of the target, with the names and strings of Postgres.
+        The condition is interpreted as SQL of the target, with Postgres's syntax of names and strings.
         """
         if self.mode == "mirror":
             self._require_condition(where)
             pymysql = driver()
             with self._session() as opened:
-                opened.speak_postgres()
+                opened.use_postgres_syntax()
                 try:
-                    TableStatements(opened, target, self.mode).check_condition(where)
+                    MysqlTableStatements(opened, target, self.mode).check_condition(where)
                 except (pymysql.err.ProgrammingError, pymysql.err.OperationalError, pymysql.err.NotSupportedError) as e:
                     raise ConfigError(
-                        f"{where!r} is no condition on {target.schema}.{target.name}: {e.args[-1]}",
+                        f"{where!r} is not a condition on {target.schema}.{target.name}: {e.args[-1]}",
                         "Write a condition that both Postgres and MySQL understand.",
                     ) from e
 
     def matching_keys(self, target: Target, where: str) -> frozenset[tuple[str, ...]]:
-        """See :meth:`.contract.Sink.matching_keys`."""
+        """Return the keys of a mirror's rows that match a condition."""
         if self.mode == "changelog":
             return frozenset()
         self._require_condition(where)
         with self._session() as opened:
-            opened.speak_postgres()
-            return TableStatements(opened, target, self.mode).matching_keys(where)
+            opened.use_postgres_syntax()
+            return MysqlTableStatements(opened, target, self.mode).matching_keys(where)
 
     @staticmethod
     def _require_condition(where: str) -> None:
-        trouble = find_trouble(where)
+        trouble = find_syntax_problem(where)
         if trouble is not None:
             raise ConfigError(
-                f"{where!r} is not one SQL condition: {trouble}", "Write one condition on the table's columns."
+                f"{where!r} is not a single SQL condition: {trouble}",
+                "Write a single condition on the table's columns.",
             )

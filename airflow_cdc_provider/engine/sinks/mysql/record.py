@@ -1,6 +1,6 @@
 """The commit record of the MySQL sink: tables in the database ``airflow_cdc`` of the target server.
 
-It is the ground truth of a pipeline, and changes in the same transaction as the data.
+It is the authoritative state of a pipeline, and changes in the same transaction as the data.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from airflow_cdc_provider.engine.sinks.mysql.session import Session, session
 from airflow_cdc_provider.engine.sinks.mysql.target_tables import MysqlTargets
 from airflow_cdc_provider.engine.sinks.protocol_errors import provisioned_meanwhile
 
-# Each is created by a statement that commits by itself. "pipelines" comes last: where it is, the others are.
+# Each is created by a statement that commits immediately. "pipelines" comes last: if it exists, the others do too.
 _RECORD_TABLES = {
     "tables": "pipeline VARCHAR(64) NOT NULL, source_table VARCHAR(160) NOT NULL, target_schema VARCHAR(64) NOT NULL,"
     " target_table VARCHAR(64) NOT NULL, definition LONGTEXT NOT NULL, shape LONGTEXT NOT NULL,"
@@ -49,7 +49,7 @@ _SESSIONS = (
 
 
 def create_record_tables(session: Session) -> None:
-    """Create the tables of the commit record, where they are not there yet."""
+    """Create the tables of the commit record unless they exist."""
     session.require_database("airflow_cdc")
     options = f"CHARACTER SET utf8mb4 COLLATE {session.collation}"
     for name, body in _RECORD_TABLES.items():
@@ -64,7 +64,7 @@ def _lacking(opened: Session) -> list[str]:
 
 
 def _left_behind(opened: Session, names: Collection[str]) -> bool:
-    """Whether any of these record tables has rows, of whatever pipeline: all tables were there when they came."""
+    """Return whether any of these tables has rows of any pipeline; then all tables existed earlier."""
     return any(opened.rows(f"SELECT 1 FROM airflow_cdc.{name} LIMIT 1") for name in names)
 
 
@@ -75,7 +75,7 @@ class MysqlRecord(MysqlTargets):
     # -- the record --------------------------------------------------------------------------------
 
     def identity(self) -> Mapping[str, Any]:
-        """See :meth:`.contract.Sink.identity`."""
+        """Return what distinguishes this server from every other."""
         with session(Address.parse(self.dsn)) as opened:
             return dict(
                 opened.rows(
@@ -84,15 +84,15 @@ class MysqlRecord(MysqlTargets):
             )
 
     def record(self) -> Record | None:
-        """See :meth:`.contract.Sink.record`."""
+        """Return the commit record; ``None`` if there is none."""
         with self._session() as opened:
             lacking = _lacking(opened)
             if "pipelines" in lacking and not _left_behind(opened, set(_RECORD_NAMES).difference(lacking)):
                 return None  # or another run is creating them right now
-            if lacking and (lacking := _lacking(opened)):  # by now it may have
+            if lacking and (lacking := _lacking(opened)):  # the other run may have finished by now
                 raise GateClosed(
-                    f"the commit record in {self._place} is not whole: it lacks {', '.join(lacking)}",
-                    "Restore the database airflow_cdc from a backup of the sink. Without one, drop that database, and"
+                    f"the commit record in {self._place} is incomplete: it lacks {', '.join(lacking)}",
+                    "Restore the database airflow_cdc from a backup of the sink. Without a backup, drop it, and"
                     " follow the messages of `airflow-cdc provision`.",
                 )
             opened.begin_snapshot()
@@ -130,7 +130,7 @@ class MysqlRecord(MysqlTargets):
         return {target.table.label: target for target in targets}
 
     def _shape(self, opened: Session, target: Target) -> Table:
-        """The definition that a target table has by now, which may be behind the recorded one."""
+        """Return the current definition of a target's table, which may be older than the recorded one."""
         found = opened.rows(
             "SELECT shape FROM airflow_cdc.tables WHERE pipeline = %s AND source_table = %s",
             [self.pipeline, target.table.label],
@@ -155,9 +155,9 @@ class MysqlRecord(MysqlTargets):
                 tx.run(query, [self.pipeline, label])
 
     def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
-        """See :meth:`.contract.Sink.missing`."""
+        """Return the targets whose table no longer exists."""
         with self._session() as opened:
-            # A table that is recorded as read may still have to take its place.
+            # A table that is recorded as read may still have to replace its target.
             if opened.exists("airflow_cdc", "pending") and is_pending(opened, self.pipeline):
                 with self._naming_lock(opened):
                     pass
@@ -174,10 +174,10 @@ class MysqlRecord(MysqlTargets):
         ours: Collection[str],
         rehearsal: bool,
     ) -> None:
-        """See :meth:`.TransactionalRecord._prepare`.
+        """Create the commit record and target tables, see :meth:`.TransactionalRecord._prepare`.
 
-        Tables are created before the record's transaction. A crash in between leaves empty ones that say whose they
-        are, and are taken for what they are next time; an error removes them.
+        Tables are created before the record's transaction. A crash in between leaves empty tables, which their comment
+        identifies as the pipeline's for the next attempt; an error removes them.
         """
         with self._alone(seconds=sessions.COMMIT_SECONDS) as opened:
             known = opened.exists("airflow_cdc", "pipelines") and opened.rows(
@@ -194,10 +194,11 @@ class MysqlRecord(MysqlTargets):
             if rehearsal:
                 return
             create_record_tables(opened)
-            opened.register(self.pipeline, self.part)  # now that there is a place for it
+            opened.register(self.pipeline, self.part)  # now that the table of sessions exists
             with self._created(opened, lacking):
                 opened.begin()
-                # What a lost record has left is of another slot: its chunks count as finished, with a snapshot of then.
+                # Leftovers of a lost record belong to another slot: their chunks count as finished, with an old
+                # snapshot.
                 for table in ("chunks", "tables", "pending"):
                     opened.run(f"DELETE FROM airflow_cdc.{table} WHERE pipeline = %s", [self.pipeline])
                 opened.run(
@@ -232,9 +233,9 @@ class MysqlRecord(MysqlTargets):
         start: LogPosition,
         rehearsal: bool = False,
     ) -> None:
-        """See :meth:`.contract.Sink.restart`.
+        """Begin again at another start of the slot, see :meth:`.contract.Sink.restart`.
 
-        Target tables keep the definition that they have, until the rows that replace theirs are there.
+        Target tables keep their definition until the rows that replace theirs are there.
         """
         with self._alone(epoch) as opened:
             recorded = self._targets(opened)
@@ -264,7 +265,7 @@ class MysqlRecord(MysqlTargets):
             )
             opened.commit()
             failpoint("after-restart")
-            # Not before: an empty table must not stand for one whose rows the record still calls read.
+            # Not earlier: an empty table must not take the place of one whose rows the record still reports as read.
             with self._created(opened, lacking):
                 pass
 
@@ -275,7 +276,7 @@ class MysqlRecord(MysqlTargets):
         )
 
     def _enter(self, opened: Session, target: Target, shape: Table | None = None) -> None:
-        """Enter a target table into the record, as one of ours; one that is there stays."""
+        """Add a target table to the record, unless it is there already."""
         opened.run(
             "INSERT IGNORE INTO airflow_cdc.tables (pipeline, source_table, target_schema, target_table, definition,"
             " shape) VALUES (%s, %s, %s, %s, %s, %s)",

@@ -1,4 +1,4 @@
-"""Target tables in MySQL take another definition: altered, or filled aside and exchanged."""
+"""Changes the definition of target tables in MySQL: alters them, or fills a separate table and exchanges it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import pyarrow as pa
-
 from airflow_cdc_provider.engine.core.errors import CannotFollow, StagingLost
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.core.record import FIRST_READ, Target
-from airflow_cdc_provider.engine.sinks.mysql.pending_ddl import alter, announce, settle
+from airflow_cdc_provider.engine.core.source_rows import SourceRows
+from airflow_cdc_provider.engine.sinks.mysql.pending_ddl import alter, announce, finish_announced
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted
 from airflow_cdc_provider.engine.sinks.mysql.session_errors import row_of
-from airflow_cdc_provider.engine.sinks.mysql.staging_tables import TableStatements
+from airflow_cdc_provider.engine.sinks.mysql.staging_tables import MysqlTableStatements
 from airflow_cdc_provider.engine.sinks.mysql.table_definition import create_table
 from airflow_cdc_provider.engine.sinks.mysql.units import MysqlUnits
 from airflow_cdc_provider.engine.sinks.transactional.reads import Destination, PendingRead
@@ -25,7 +24,7 @@ from airflow_cdc_provider.engine.sinks.transactional.reads import Destination, P
 
 @dataclass(frozen=True)
 class MysqlRedefinition(MysqlUnits):
-    """See :class:`.contract.Sink`: other definitions."""
+    """The part of a MySQL sink that changes definitions of tables."""
 
     def _redefine(self, epoch: int, before: Target, after: Target) -> None:
         with self._alone(epoch) as opened:
@@ -50,24 +49,24 @@ class MysqlRedefinition(MysqlUnits):
     def _choose_destination(
         self, tx: Session, epoch: int, read: PendingRead[Session], applied: LogPosition
     ) -> Destination | None:
-        """See :meth:`.TransactionalSink._choose_destination`.
+        """Choose where rows go, see :meth:`.TransactionalSink._choose_destination`.
 
-        A changelog is altered at once, and keeps its events; if the rows do not follow, they are still to be read. Of a
-        mirror a table without rows is made, to be filled aside.
+        A changelog is altered immediately, and keeps its events; if the rows do not follow, they still have to be read.
+        For a mirror, an empty separate table is created and filled.
         """
         if read.is_reread and read.before is None:
-            self._lacks(tx, read.target)  # refuses what is not ours
+            self._lacks(tx, read.target)  # refuses tables that are not the pipeline's
         if not read.whole:
             return Destination("", applied)
         aside = self._make_table(tx, epoch, read.target, read.is_reread)
-        tx.rollback()  # that may have been made in transactions of its own
+        tx.rollback()  # the table may have been created in separate transactions
         applied = self._begin(tx, epoch, "share" if aside else read.lock)
         return Destination(aside, applied) if read.is_wanted(tx) else None
 
     def _make_table(self, opened: Session, epoch: int, target: Target, reread: bool) -> str:
-        """Before a table is read as a whole: see to it that there is one of its definition for the rows to go to.
+        """Make sure that a table with the new definition exists before a whole table is read.
 
-        :returns: the name of one that has to take its place; empty when the target table is as it has to be.
+        :returns: the name of a table that will replace the target; empty if the target table has the right definition.
         """
         aside = f"{self._aside_prefix}{self._token()}"
         place = quoted("airflow_cdc", aside)
@@ -96,7 +95,7 @@ class MysqlRedefinition(MysqlUnits):
         return aside
 
     def _refuse_exchange(self, opened: Session, target: Target) -> None:
-        """Refuse to put another table in the place of one that has what would be lost with it."""
+        """Refuse to replace a table whose triggers or foreign keys would be lost."""
         where = [target.schema, target.name]
         triggers = opened.rows(
             "SELECT trigger_name FROM information_schema.triggers"
@@ -112,24 +111,21 @@ class MysqlRedefinition(MysqlUnits):
         names = ", ".join(sorted({str(name) for (name,) in (*triggers, *foreign)}))
         if names:
             raise CannotFollow(
-                f"the target table {target.schema}.{target.name} has to be made anew, as {target.table.label} is"
-                f" defined otherwise now, but has triggers or foreign keys, which would be lost: {names}",
-                "Nothing from this change on has been applied. Drop them, then start again, and make them anew"
-                " afterwards.",
+                f"the target table {target.schema}.{target.name} must be recreated because the definition of"
+                f" {target.table.label} has changed, but its triggers or foreign keys would be lost: {names}",
+                "Nothing from this change on has been applied. Drop them, start again, and recreate them afterwards.",
             )
 
-    def _fill_aside(
-        self, tx: Session, read: PendingRead[Session], destination: Destination, batches: Iterator[pa.RecordBatch]
-    ) -> int:
+    def _fill_aside(self, tx: Session, read: PendingRead[Session], destination: Destination, rows: SourceRows) -> int:
         failpoint("before-chunk-staged")
-        statements = TableStatements(tx, read.target, self.mode)
-        return statements.copy_to(quoted("airflow_cdc", destination.aside), batches, destination.applied, FIRST_READ)
+        statements = MysqlTableStatements(tx, read.target, self.mode)
+        return statements.copy_to(quoted("airflow_cdc", destination.aside), rows, destination.applied, FIRST_READ)
 
     @contextmanager
     def _take_place(
         self, tx: Session, epoch: int, read: PendingRead[Session], destination: Destination
     ) -> Iterator[bool]:
-        """See :meth:`.TransactionalSink._take_place`; the record is the point of no return."""
+        """Exchange the tables, see :meth:`.TransactionalSink._take_place`; the record is the point of no return."""
         tx.commit()
         failpoint("after-aside")
         with self._naming_lock(tx):
@@ -141,14 +137,14 @@ class MysqlRedefinition(MysqlUnits):
             announce(tx, self.pipeline, read.target, "exchange", destination.aside)
             yield True
             tx.commit()
-            settle(tx, self.pipeline, self.mode)
+            finish_announced(tx, self.pipeline, self.mode)
 
     def _require_aside(self, opened: Session, target: Target, aside: str) -> None:
-        """Refuse to announce an exchange that would not come about; under the lock by name, so that it stays so."""
+        """Refuse an exchange that would fail; called under the named lock, so that the result stays valid."""
         if not opened.exists("airflow_cdc", aside):
             raise StagingLost(
-                f"the table airflow_cdc.{aside}, into which {target.table.label} was read, is gone",
-                "Start again: the table is read once more.",
+                f"the table airflow_cdc.{aside}, into which {target.table.label} was read, no longer exists",
+                "Start again: the table is read again.",
             )
         self._refuse_exchange(opened, target)
 

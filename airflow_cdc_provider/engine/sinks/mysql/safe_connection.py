@@ -1,8 +1,8 @@
-"""A connection of PyMySQL that gives a server nothing but what was offered to it.
+"""A PyMySQL connection that sends a server only data that was offered to it.
 
-A server may answer any statement by asking for a file of the client, and PyMySQL then sends whatever file it names.
-Here nothing is read from the file system: a load offers bytes under a name, and only for that name, and only then, they
-are sent.
+A server may answer any statement by asking for a file of the client, and PyMySQL would send any file that it names.
+This connection reads nothing from the file system. A load offers bytes under a name, and they are sent only for that
+name, while the load runs.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from airflow_cdc_provider.engine.core.errors import UntrustedServer
 
 _PACKET_BYTES = 64 << 10
 
-_driver: Any = connections  # most of what is needed here is not in its type stubs
+_driver: Any = connections  # the type stubs lack most of the names used here
 
 
 class WaryConnection(_driver.Connection):  # type: ignore[misc]
-    """A connection, of which :attr:`offered` is what the next statement may load: a name and bytes.
+    """A connection whose next statement may load :attr:`offered`: a name and bytes.
 
-    The driver's own ``local_infile`` stays off, so that whatever does not pass here is refused by it.
+    The driver's own ``local_infile`` stays off, so that the driver refuses everything else.
     """
 
     offered: tuple[str, memoryview, int] | None = None
@@ -32,12 +32,12 @@ class WaryConnection(_driver.Connection):  # type: ignore[misc]
         super().__init__(**arguments, client_flag=CLIENT.LOCAL_FILES, local_infile=False)
 
     def _request_authentication(self) -> None:
-        # Before the user's name and password leave; the driver would go on without TLS.
+        # Checked before user name and password are sent; the driver would go on without TLS.
         if self._tls and not self.server_capabilities & CLIENT.SSL:
             raise UntrustedServer(
                 f"the server {self.host}:{self.port} offers no TLS",
-                "Let the server have a certificate; or, if the network between is trusted, append `?ssl_mode=disabled`"
-                " to `sink.dsn` (of an Airflow connection, the extra `ssl_mode`).",
+                "Install a certificate on the server. Or, if the network between is trusted, append"
+                " `?ssl_mode=disabled` to `sink.dsn` (in an Airflow connection, set the extra `ssl_mode`).",
             )
         super()._request_authentication()
 
@@ -45,12 +45,12 @@ class WaryConnection(_driver.Connection):  # type: ignore[misc]
         if not self._secure and plugin_name in (b"mysql_clear_password", b"dialog"):
             raise UntrustedServer(
                 f"the server {self.host}:{self.port} asks for the password in clear text, without TLS",
-                "Nothing was sent. Take `ssl_mode=disabled` out of `sink.dsn`, or use another authentication.",
+                "Nothing was sent. Remove `ssl_mode=disabled` from `sink.dsn`, or use another authentication.",
             )
         return super()._process_auth(plugin_name, *rest)
 
     def _read_query_result(self, unbuffered: bool = False) -> int:
-        """As the driver does, with results that know what was offered."""
+        """Read a result like the driver, but with access to the offered data."""
         self._result = None
         result = _Result(self)
         if unbuffered:
@@ -76,9 +76,9 @@ class _Result(_driver.MySQLResult):  # type: ignore[misc]
             place = f"{connection.host}:{connection.port}"
             connection._force_close()
             raise UntrustedServer(
-                f"the server {place} has asked for the file {asked!r} of this machine, which was not offered to it",
-                "Nothing was sent. Look whether that server, or what stands between, is what it should be, and change"
-                " the password; give `sink.dsn` an `ssl_ca`, so that no other server can answer in its place.",
+                f"the server {place} asked for the file {asked!r} of this machine, which was not offered to it",
+                "Nothing was sent. Check the identity of that server and of any proxy in between, and change the"
+                " password. Add an `ssl_ca` to `sink.dsn`, so that no other server can answer in its place.",
             )
         _, data, packet = connection.offered
         connection.offered = None

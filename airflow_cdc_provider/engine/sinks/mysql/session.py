@@ -1,11 +1,11 @@
-"""Sessions in MySQL or MariaDB: how they are set, named, ended and waited for, and what their errors mean.
+"""Sessions in MySQL or MariaDB: sets, registers, ends and awaits them, and translates their errors.
 
-Every session sets what its meaning depends on, whatever the server's defaults: strict SQL, UTC, READ COMMITTED (a
-statement sees what is committed, and locks no gaps) and ``utf8mb4`` with a binary collation without padding, by which
-keys compare as they do in Postgres.
+Every session sets everything that its results depend on, whatever the server's defaults: strict SQL, UTC, READ
+COMMITTED (a statement sees committed data, and locks no gaps) and ``utf8mb4`` with a binary collation without padding,
+so that keys compare as in Postgres.
 
-A server of this kind has no names for sessions. Ours enter their number into the table ``airflow_cdc.sessions`` of the
-MEMORY engine, which is as lasting as the numbers are: it is empty after a restart, when they begin again.
+These servers have no names for sessions. So each session writes its number to the table ``airflow_cdc.sessions`` of the
+MEMORY engine. That table lives as long as the numbers: after a restart it is empty, and numbers begin again.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from airflow_cdc_provider.engine.sinks.mysql.session_errors import (
     READ_ONLY,
     VALUES,
     code_of,
-    said,
+    server_message,
 )
 
 LOCK_SECONDS = 60.0
-"""How long a transaction in the sink waits for a lock."""
+"""Seconds that a transaction in the sink waits for a lock."""
 
 
 COMMIT_SECONDS = 30.0
-"""How long a commit in flight is waited for: when the epoch is taken, until its session is ended; then, for its end."""
+"""Seconds to wait for a commit in flight when the epoch is taken, until its session is ended; and again for its end."""
 
 
 _MODE = "STRICT_ALL_TABLES,NO_ENGINE_SUBSTITUTION,NO_AUTO_VALUE_ON_ZERO"
 _POSTGRES_MODE = f"{_MODE},ANSI_QUOTES,PIPES_AS_CONCAT,NO_BACKSLASH_ESCAPES"
-# Without notes nobody would hear of all that LOAD DATA LOCAL changes. A session may idle while the source is read.
+# Without notes, changes of values by LOAD DATA LOCAL would go unnoticed. A session may idle while the source is read.
 _SETTINGS: Mapping[str, str | int] = {
     "sql_mode": f"'{_MODE}'",
     "time_zone": "'+00:00'",
@@ -76,17 +76,17 @@ _OLDEST = {True: (10, 6, 0), False: (8, 0, 17)}
 
 
 def quoted(*names: str) -> str:
-    """A name as SQL, of several parts with dots between."""
+    """Return a quoted name for SQL, with dots between its parts."""
     return ".".join("`" + name.replace("`", "``") + "`" for name in names)
 
 
 def literally(sql: str) -> str:
-    """SQL for a statement with parameters, in which a ``%`` stands for one."""
+    """Return SQL for a statement with parameters, with each ``%`` doubled."""
     return sql.replace("%", "%%")
 
 
 class Session:
-    """A connection that is set as described above; statements outside of transactions commit by themselves."""
+    """A connection with the settings described above; statements outside of transactions commit immediately."""
 
     def __init__(self, connection: WaryConnection, place: str) -> None:
         self._connection = connection
@@ -103,15 +103,15 @@ class Session:
         self.limit_waiting(LOCK_SECONDS)
 
     def run(self, statement: str, parameters: Sequence[Any] | None = None) -> int:
-        """Execute a statement; the rows that it has changed."""
+        """Execute a statement, and return the number of changed rows."""
         with self._connection.cursor() as cursor:
             return int(cursor.execute(statement, parameters))
 
     def load(self, into: str, data: memoryview, packet: int) -> int:
-        """Load lines into a table, which are offered to the server for that moment; the rows that were loaded.
+        """Load lines, which are offered to the server only for this statement, into a table; return the number of rows.
 
-        :param into: the table, and how the lines are to be read, as LOAD DATA has it.
-        :param packet: bytes that the server takes at a time.
+        :param into: the table and the format of the lines, in the syntax of LOAD DATA.
+        :param packet: maximum number of bytes that the server accepts at a time.
         """
         name = f"airflow-cdc-{secrets.token_hex(8)}"
         self._connection.offered = (name, data, packet)
@@ -121,17 +121,19 @@ class Session:
             self._connection.offered = None
 
     def rows(self, query: str, parameters: Sequence[Any] | None = None) -> list[tuple[Any, ...]]:
-        """Execute a query and return its rows."""
+        """Execute a query, and return its rows."""
         with self._connection.cursor() as cursor:
             cursor.execute(query, parameters)
             return list(cursor.fetchall())
 
     def one(self, query: str, parameters: Sequence[Any] | None = None) -> tuple[Any, ...]:
-        """The first row of a query's result."""
+        """Return the first row of a query's result."""
         return self.rows(query, parameters)[0]
 
     def stream(self, query: str, size: int) -> Iterator[list[tuple[Any, ...]]]:
-        """The rows of a query, ``size`` at a time, as the texts that the server sends; nothing else may be done."""
+        """Yield the rows of a query, ``size`` at a time, as texts sent by the server; nothing else can
+        run meanwhile.
+        """
         from pymysql.cursors import SSCursor
 
         decoders, self._connection.decoders = self._connection.decoders, {}
@@ -148,7 +150,7 @@ class Session:
         self.run("START TRANSACTION")
 
     def begin_snapshot(self) -> None:
-        """Begin a transaction that only reads, all of it as of now."""
+        """Begin a read-only transaction on a consistent snapshot."""
         self.run("SET SESSION TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         self.run("START TRANSACTION WITH CONSISTENT SNAPSHOT")
 
@@ -157,29 +159,29 @@ class Session:
         self._connection.commit()
 
     def rollback(self) -> None:
-        """Take the transaction back, if there is one."""
+        """Roll back the transaction, if there is one."""
         self._connection.rollback()
 
     def limit_waiting(self, seconds: float) -> None:
-        """Wait for locks no longer than that."""
+        """Limit the time to wait for locks."""
         self.run(f"SET SESSION innodb_lock_wait_timeout = {_whole(seconds)}, lock_wait_timeout = {_whole(seconds)}")
 
-    def speak_postgres(self) -> None:
-        """Take names, strings and ``||`` as Postgres does, for a user's condition."""
+    def use_postgres_syntax(self) -> None:
+        """Interpret names, strings and ``||`` like Postgres, for a user's condition."""
         self.run(f"SET SESSION sql_mode = '{_POSTGRES_MODE}'")
 
     def exists(self, schema: str, name: str) -> bool:
-        """Whether there is a table of that name."""
+        """Return whether a table of that name exists."""
         query = "SELECT 1 FROM information_schema.tables WHERE table_schema = %s AND table_name = %s"
         return bool(self.rows(query, [schema, name]))
 
     def require_database(self, name: str) -> None:
-        """Create a database, unless it is there; only to create one takes the privilege."""
+        """Create a database unless it exists; only creation needs the privilege."""
         if not self.rows("SELECT 1 FROM information_schema.schemata WHERE schema_name = %s", [name]):
             self.run(f"CREATE DATABASE IF NOT EXISTS {quoted(name)}")
 
     def acquire(self, name: str, seconds: float) -> None:
-        """Take a lock by name, which lasts until it is released, or the session has ended.
+        """Take a named lock, which lasts until it is released or the session ends.
 
         :raises Blocked: when another session keeps it.
         """
@@ -187,16 +189,16 @@ class Session:
         if not taken:
             (holder,) = self.one("SELECT IS_USED_LOCK(%s)", [name])
             raise Blocked(
-                f"session {holder} on {self.place} keeps the lock {name}: it changes the definition of a table",
-                "Wait until it has ended, or end it (KILL), then start again.",
+                f"could not get the lock {name} on {self.place} because session {holder} keeps it to change a table",
+                "Wait until the session has ended, or end it with `KILL`; then start again.",
             )
 
     def release(self, name: str) -> None:
-        """Release a lock by name."""
+        """Release a named lock."""
         self.run("DO RELEASE_LOCK(%s)", [name])
 
     def register(self, pipeline: str, part: str) -> None:
-        """Enter the session as one of a part of a pipeline, where there is a place for it by now."""
+        """Register the session as one of a part of a pipeline, if the table for it exists."""
         pymysql = driver()
         with suppress(pymysql.err.ProgrammingError, pymysql.err.OperationalError):
             self.run(
@@ -206,11 +208,11 @@ class Session:
             )
 
     def unregister(self) -> None:
-        """Take that back."""
+        """Remove the registration."""
         self.run("DELETE FROM airflow_cdc.sessions WHERE id = CONNECTION_ID()")
 
     def end_others(self, pipeline: str, part: str) -> None:
-        """End the sessions of a part, or with an empty name of all parts of a pipeline, and wait for their end.
+        """End the sessions of a part, or of all parts of a pipeline if the name is empty, and wait for their end.
 
         :raises Blocked: when they do not end.
         """
@@ -223,28 +225,28 @@ class Session:
             " AND (%s = '' OR s.part = %s)"
         )
         deadline = time.monotonic() + COMMIT_SECONDS
-        told: set[int] = set()
+        reported: set[int] = set()
         while left := {int(number) for (number,) in self.rows(theirs, [pipeline, part, part])}:
-            for number in left - told:
-                with suppress(pymysql.err.OperationalError, pymysql.err.InternalError):  # it has ended by itself
+            for number in left - reported:
+                with suppress(pymysql.err.OperationalError, pymysql.err.InternalError):  # it has ended already
                     self.run(f"KILL CONNECTION {number}")
-            told |= left
+            reported |= left
             if time.monotonic() > deadline:
                 raise Blocked(
-                    f"sessions {', '.join(map(str, sorted(left)))} of this pipeline on {self.place} have not ended"
-                    f" within {COMMIT_SECONDS:g} seconds of being told to, and may still commit",
-                    "Look what they do (SHOW PROCESSLIST), then start again.",
+                    f"sessions {', '.join(map(str, sorted(left)))} of this pipeline on {self.place} did not end within"
+                    f" {COMMIT_SECONDS:g} seconds of the request, and may still commit",
+                    "Check what they do with `SHOW PROCESSLIST`, then start again.",
                 )
             time.sleep(0.02)
         self.run(
-            # Those of others' pipelines may be alive, and unseen for want of a privilege.
+            # Sessions of other pipelines may be alive but invisible for lack of a privilege.
             "DELETE FROM airflow_cdc.sessions WHERE id <> CONNECTION_ID() AND pipeline = %s"
             " AND id NOT IN (SELECT id FROM information_schema.processlist)",
             [pipeline],
         )
 
     def close(self) -> None:
-        """Close the connection; an open transaction is taken back."""
+        """Close the connection; an open transaction is rolled back."""
         pymysql = driver()
         with suppress(pymysql.MySQLError, OSError):
             self._connection.rollback()
@@ -254,16 +256,16 @@ class Session:
 
 
 def require_version(version: str, mariadb: bool) -> None:
-    """Refuse a server in which DDL is not atomic, or that lacks the collation of our sessions.
+    """Refuse a server whose DDL is not atomic, or that lacks the required collation.
 
-    :param version: as the server tells it.
+    :param version: as reported by the server.
     :raises ServerNotReady: when it is too old.
     """
     found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
     if not found or tuple(int(part or 0) for part in found.groups()) < _OLDEST[mariadb]:
         raise ServerNotReady(
-            f"the sink runs {version}, in which DDL is not atomic, or a collation that does not pad is missing",
-            "Take MariaDB 10.6 or MySQL 8.0.17 or newer.",
+            f"cannot use {version} as a sink because it lacks atomic DDL or a collation without padding",
+            "Use MariaDB 10.6 or MySQL 8.0.17 or newer.",
         )
 
 
@@ -273,9 +275,9 @@ def _whole(seconds: float) -> int:
 
 @contextmanager
 def session(address: Address) -> Iterator[Session]:
-    """A session, whose errors are the engine's.
+    """Open a session that raises errors of the engine.
 
-    :raises ConnectionFailed: when the server cannot be reached or, as :class:`.LoginRefused`, refuses the login.
+    :raises ConnectionFailed: when the server cannot be reached, or, as :class:`.LoginRefused`, refuses the login.
     """
     pymysql = driver()
     try:
@@ -283,12 +285,11 @@ def session(address: Address) -> Iterator[Session]:
     except (pymysql.MySQLError, OSError, RuntimeError) as e:
         if code_of(e) in LOGIN_REFUSED:
             raise LoginRefused(
-                f"{address.place} refuses the login: {said(e)}",
-                "Correct user and password in `sink.dsn`, or have the server admit that user from this host (ALTER"
-                " USER).",
+                f"{address.place} refuses the login: {server_message(e)}",
+                "Correct user and password in `sink.dsn`, or allow that user to log in from this host (`ALTER USER`).",
             ) from e
         raise ConnectionFailed(
-            f"{address.place} cannot be reached: {said(e)}",
+            f"{address.place} cannot be reached: {server_message(e)}",
             "Check host and port of `sink.dsn`, and that the server runs.",
         ) from e
     opened: Session | None = None
@@ -305,23 +306,23 @@ def session(address: Address) -> Iterator[Session]:
 
 
 def failure(error: BaseException, place: str, held: Session | None = None) -> CdcError:
-    """An engine error for an error of the driver.
+    """Return an error of the engine for an error of the driver.
 
-    :param held: the session in which it happened, if it lives.
+    :param held: the session in which it happened, if it is alive.
     """
-    code, words = code_of(error), said(error)
+    code, words = code_of(error), server_message(error)
     if code in LOCKED:
         return Blocked(
-            f"a lock on {place} was not to be had: {words}{_holders(held)}",
+            f"could not get a lock on {place}: {words}{_holders(held)}",
             "End these transactions, or wait for them; then start again.",
         )
     if code in READ_ONLY:
         return ConnectionFailed(
-            f"the sink {place} takes no writes: {words}", "Point `sink.dsn` at the primary, or let it take writes."
+            f"the sink {place} accepts no writes: {words}", "Point `sink.dsn` at the primary, or allow writes."
         )
     if code in DENIED:
         return MissingPrivilege(
-            f"the sink {place} refuses: {words}", "Grant the user what `docs/sinks/mysql.md` lists."
+            f"the sink {place} refuses access: {words}", "Grant the privileges listed in `docs/sinks/mysql.md`."
         )
     if code in CONFLICTS:
         return TargetConflict(
@@ -336,18 +337,18 @@ def failure(error: BaseException, place: str, held: Session | None = None) -> Cd
             f"a target table on {place} cannot hold a value (error {code})",
         )
     if code == 1153:
-        return LimitExceeded(f"a row is larger than {place} takes: {words}", LimitExceeded.remedy)
+        return LimitExceeded(f"a row is larger than {place} allows: {words}", LimitExceeded.remedy)
     if code in LOST:
-        return StreamFailed(f"the session on {place} has ended: {words}", "Start again: what has been committed stays.")
+        return StreamFailed(f"the session on {place} has ended: {words}", "Start again; commits are kept.")
     return StreamFailed(
         f"{place}: {words} ({code})",
-        "If it persists, look at the server's log. Start again: what has been committed stays.",
+        "Start again; commits are kept. If the error persists, check the server's log.",
         f"{place}: error {code}",
     )
 
 
 def _holders(held: Session | None) -> str:
-    """Who has transactions that may hold the lock; seeing others' needs a privilege."""
+    """Return the transactions that may hold the lock; seeing other users' requires a privilege."""
     if held is None:
         return ""
     pymysql = driver()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def as_mysql_uri(value: object) -> str:
-    """Check a MySQL URI without ever repeating it in a message: it may hold a password."""
+    """Check a MySQL URI, which may contain a password and is never repeated in a message."""
     from airflow_cdc_provider.engine.sinks.mysql.address import Address
 
     text = as_text(value)
@@ -24,7 +24,7 @@ def as_mysql_uri(value: object) -> str:
 
 @dataclass(frozen=True)
 class MysqlSettings:
-    """See :class:`.SinkSettings`; ``dsn`` is ``mysql://user:password@host:port/``, ``schema`` names a database."""
+    """Settings of a MySQL sink; ``dsn`` is ``mysql://user:password@host:port/``, ``schema`` names a database."""
 
     dsn: str = field(repr=False)
     mode: Mode = "mirror"
@@ -33,7 +33,7 @@ class MysqlSettings:
 
     @classmethod
     def parse(cls, section: Section) -> Self:
-        """See :meth:`.SinkSettings.parse`."""
+        """Parse the section."""
         return cls(
             dsn=section.dsn(as_mysql_uri, "mysql", "MySQL"),
             mode=cast(Mode, section.take("mode", one_of("mirror", "changelog"), "mirror")),
@@ -42,14 +42,14 @@ class MysqlSettings:
 
     @property
     def place(self) -> str:
-        """See :attr:`.SinkSettings.place`."""
+        """Return the server, for messages."""
         from airflow_cdc_provider.engine.sinks.mysql.address import Address
 
         return Address.parse(self.dsn).place
 
     @property
     def secrets(self) -> Sequence[str]:
-        """See :attr:`.SinkSettings.secrets`."""
+        """Return the password, which must not appear in logs."""
         from airflow_cdc_provider.engine.sinks.mysql.address import Address
 
         password = Address.parse(self.dsn).password
@@ -57,9 +57,9 @@ class MysqlSettings:
 
     @property
     def spark_conf(self) -> Mapping[str, str]:
-        """See :attr:`.SinkSettings.spark_conf`: nothing, as rows are written without the JVM."""
+        """Return no configuration: rows are written without the JVM."""
         return {}
 
     def dataset(self, pipeline: str, schema: str, name: str) -> tuple[str, str]:
-        """See :meth:`.SinkSettings.dataset`."""
+        """Return the dataset of a target table."""
         return f"mysql://{self.place}", f"{schema}.{name}"

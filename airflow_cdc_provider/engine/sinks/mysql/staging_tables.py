@@ -1,8 +1,8 @@
-"""Staging tables of the MySQL sink, and the statements that bring them into a target table.
+"""Staging tables of the MySQL sink, and the statements that apply them to a target table.
 
-Staging columns are ``c0`` … in the order of the captured columns, with the types of the target, so that values are
-converted where they are staged and in parallel. But for the one that creates such a table, no statement here ends the
-transaction that it is in: rows go by DELETE, never by TRUNCATE.
+Staging columns are ``c0`` … in the order of the captured columns, with the types of the target. So values are converted
+while they are staged, in parallel. Except for the creation of such a table, no statement here ends the transaction that
+it runs in: rows are removed by DELETE, never by TRUNCATE.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from airflow_cdc_provider.engine.comparison.side import Key
+from airflow_cdc_provider.engine.comparison.side import RowKey
 from airflow_cdc_provider.engine.core.effect import ERASED, MISSING, OLD_KIND, OP, UNCHANGED
 from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.core.record import FIRST_READ, Target
+from airflow_cdc_provider.engine.core.source_rows import SourceRows
 from airflow_cdc_provider.engine.sinks.mysql.bulk_load import Field, Loader, constant
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, literally, quoted
 from airflow_cdc_provider.engine.sinks.mysql.session_errors import row_of
@@ -29,9 +30,9 @@ from airflow_cdc_provider.engine.sinks.mysql.types import (
     POSITION,
     WORDS,
     ArrayText,
-    Kind,
+    MysqlColumnType,
+    column_types,
     json_of,
-    kinds_of,
 )
 from airflow_cdc_provider.engine.sinks.staged import Staged
 from airflow_cdc_provider.engine.sinks.transactional.target_table import TargetTable
@@ -52,8 +53,8 @@ _READ_ROWS = 5_000
 _Texts = pa.large_string()
 
 
-class TableStatements(TargetTable):
-    """What is done to one target table, in the transaction of ``session``."""
+class MysqlTableStatements(TargetTable):
+    """The statements on one target table, in the transaction of ``session``."""
 
     def __init__(self, session: Session, target: Target, mode: Mode) -> None:
         self._session = session
@@ -61,7 +62,7 @@ class TableStatements(TargetTable):
         self.mode = mode
         self._label = target.table.label
         self._table = quoted(target.schema, target.name)
-        self._kinds = kinds_of(target.table)
+        self._kinds = column_types(target.table)
         names = [column.name for column in target.table.columns]
         self._names = [quoted(name) for name in names]
         self._fields = [Field(name, self._kinds[name]) for name in names]
@@ -73,17 +74,16 @@ class TableStatements(TargetTable):
     # -- rows of the target ------------------------------------------------------------------------
 
     def apply(self, staged: Staged) -> Collection[tuple[str, ...]]:
-        """See :meth:`.TargetTable.apply`; a row that is too large is named."""
+        """Apply staged effects, and name the table if a row is too large."""
         with row_of(self._label):
             return super().apply(staged)
 
-    def copy(self, batches: Iterator[pa.RecordBatch], applied: LogPosition, seq: int) -> int:
-        """See :meth:`.TargetTable.copy`."""
-        return self.copy_to(self._table, batches, applied, seq)
+    def copy(self, rows: SourceRows, applied: LogPosition, seq: int) -> int:
+        return self.copy_to(self._table, rows, applied, seq)
 
-    def copy_to(self, table: str, batches: Iterator[pa.RecordBatch], applied: LogPosition, seq: int) -> int:
-        """Copy rows into what will take the target's place, given by its quoted name."""
-        fields = list(self._fields)
+    def copy_to(self, table: str, rows: SourceRows, applied: LogPosition, seq: int) -> int:
+        """Copy rows into a table that will replace the target, given by its quoted name."""
+        fields, batches = list(self._fields), rows.batches()
         if self.mode == "changelog":
             # They sort after events up to the applied LSN and before the next commit's, whose _seq begins at 1.
             meta = {"_op": "r", "_commit_lsn": str(applied), "_seq": str(seq)}
@@ -92,11 +92,9 @@ class TableStatements(TargetTable):
         return self._loader().load(table, fields, batches, self._label)
 
     def empty(self) -> bool:
-        """Whether the target has no rows."""
         return not self._session.rows(f"SELECT 1 FROM {self._table} LIMIT 1")
 
     def delete(self, keys: frozenset[tuple[str, ...]] | None) -> None:
-        """Delete the rows with the given keys, all rows when ``None``."""
         if keys is None:
             self._session.run(f"DELETE FROM {self._table}")
             return
@@ -106,12 +104,12 @@ class TableStatements(TargetTable):
             places = ", ".join(f"({', '.join(self._constants(key))})" for key in group)
             self._session.run(f"DELETE FROM {self._table} WHERE ({names}) IN ({places})")
 
-    def _constants(self, key: Key) -> list[str]:
-        """A key as SQL."""
+    def _constants(self, key: RowKey) -> list[str]:
+        """Return a key as SQL."""
         return [constant(self._fields[i], str(text), self._label) for i, text in zip(self._key, key, strict=True)]
 
     def members(self, members: Sequence[tuple[str, ...]], keys: Sequence[pa.Array]) -> list[tuple[int, int]]:
-        """See :meth:`.contract.Sink.members`. Types here have few equal texts that differ."""
+        """Match keys against the keys of re-reads; with these types, few different texts are equal."""
         forms = [self._fields[i].kind.canonical for i in self._key]
 
         def canonical(key: Sequence[str]) -> tuple[object, ...]:
@@ -124,7 +122,6 @@ class TableStatements(TargetTable):
         return [(n, place) for n, key in enumerate(texts) for place in places.get(canonical(key), ())]
 
     def log_delete(self, keys: frozenset[tuple[str, ...]] | None, applied: LogPosition) -> int:
-        """See :meth:`.TargetTable.log_delete`."""
         table = literally(self._table)
         (before,) = self._session.one(f"SELECT MAX(_seq) FROM {table} WHERE _commit_lsn = %s AND _seq < 1", [applied])
         seq = FIRST_READ if before is None else int(before) + 1
@@ -143,11 +140,11 @@ class TableStatements(TargetTable):
         return seq + 1
 
     def check_condition(self, where: str) -> None:
-        """Let the server judge a condition on the rows."""
+        """Check a condition on the rows without evaluating it."""
         self._session.run(f"EXPLAIN SELECT 1 FROM {self._table} WHERE ({where}\n)")
 
     def matching_keys(self, where: str) -> frozenset[tuple[str, ...]]:
-        """The keys of the rows that match a condition."""
+        """Return the keys of the rows that match a condition."""
         return self._keys_where(self._table, self._names, f"({where}\n)")
 
     def _keys_where(self, table: str, names: Sequence[str], where: str) -> frozenset[tuple[str, ...]]:
@@ -159,8 +156,8 @@ class TableStatements(TargetTable):
             found |= set(zip(*(text.to_pylist() for text in texts), strict=True))
         return frozenset(found)
 
-    def rows(self, keys: Sequence[Key] | None) -> Iterator[pa.RecordBatch]:
-        """The rows as Postgres's texts, see :meth:`.sink.MysqlSink.rows`."""
+    def rows(self, keys: Sequence[RowKey] | None) -> Iterator[pa.RecordBatch]:
+        """Yield the rows as Postgres texts, see :meth:`.sink.MysqlSink.rows`."""
         kinds = {field.name: field.kind for field in self._fields}
         if self.mode == "changelog":
             kinds |= {name: CHANGELOG_COLUMNS[name] for name in ("_op", "_commit_lsn", "_seq", "_before", "_unchanged")}
@@ -185,7 +182,7 @@ class TableStatements(TargetTable):
     # -- staging -----------------------------------------------------------------------------------
 
     def create_staging(self, relation: str, columns: Sequence[str]) -> None:
-        """Create a staging table of some columns of :func:`staged_rows`; this ends a transaction."""
+        """Create a staging table with some columns of :func:`staged_rows`; this ends a transaction."""
         fields = [
             f"{field.name} {field.kind.definition(self._session.collation)} NULL" for field in self._staged(columns)
         ]
@@ -197,14 +194,14 @@ class TableStatements(TargetTable):
             )
 
     def fill_staging(self, relation: str, rows: pa.Table) -> int:
-        """Load rows into it."""
+        """Load rows into a staging table, and return their number."""
         fields = self._staged(rows.column_names)
         return self._loader().load(quoted("airflow_cdc", relation), fields, rows.to_batches(), self._label)
 
     def _staged(self, columns: Sequence[str]) -> list[Field]:
         return [Field(name, self._staged_kind(name), self._title(name)) for name in columns]
 
-    def _staged_kind(self, name: str) -> Kind:
+    def _staged_kind(self, name: str) -> MysqlColumnType:
         if name in _STAGED_KINDS:
             return _STAGED_KINDS[name]
         number = int(name[1:])
@@ -214,9 +211,9 @@ class TableStatements(TargetTable):
         return "" if name in _STAGED_KINDS else self._fields[int(name[1:])].name
 
     def staged_rows(self, rows: pa.Table) -> pa.Table:
-        """The rows of an effect as they are staged, see :class:`.effects.Effect`.
+        """Return the rows of an effect as they are staged, see :class:`.effects.Effect`.
 
-        Of a mirror ``missing`` becomes a list that ``FIND_IN_SET`` knows. Of a changelog the old row becomes JSON.
+        For a mirror, ``missing`` becomes a list for ``FIND_IN_SET``. For a changelog, the old row becomes JSON.
         """
         columns = dict(zip(rows.column_names, rows.columns, strict=True))
         if MISSING in columns:
@@ -241,12 +238,12 @@ class TableStatements(TargetTable):
     # -- a unit ------------------------------------------------------------------------------------
 
     def _equal(self, staged: str, alias: str = "t") -> str:
-        """The condition that a row of the target has the key of a staged row ``s``."""
+        """Return the condition that a row of the target has the key of a staged row ``s``."""
         pairs = [(self._names[i], f"s.{staged}{i if staged == 'c' else n}") for n, i in enumerate(self._key)]
         return " AND ".join(f"{alias}.{name} = {other}" for name, other in pairs)
 
     def fill_missing(self, staged: Staged) -> frozenset[tuple[str, ...]]:
-        """Fill values that were not sent from the target's rows; return the keys of rows that have none there."""
+        """Fill values that were not sent from the target's rows; return the keys of rows that do not exist there."""
         assert staged.relation is not None
         stage = quoted("airflow_cdc", staged.relation)
         values = [
@@ -262,14 +259,14 @@ class TableStatements(TargetTable):
         return self._keys_where(stage, names, f"missing IS NOT NULL AND {_FILLED} = 0")
 
     def apply_mirror(self, staged: Staged) -> None:
-        """Delete the keys that are gone, then change the rows that are there, and insert those that are not.
+        """Delete removed keys, then update existing rows, and insert the others.
 
-        Not by ON DUPLICATE KEY UPDATE: for a user's unique index it would write over another row.
+        ON DUPLICATE KEY UPDATE is not usable: because of a user's unique index, it could overwrite another row.
         """
         assert staged.relation is not None
         stage, equal = quoted("airflow_cdc", staged.relation), self._equal("c")
         written = "s.erased = 0" + (f" AND (s.missing IS NULL OR s.{_FILLED} = 1)" if MISSING in staged.columns else "")
-        gone = self._equal("c", self._table)  # of an alias it would ask in which database it is
+        gone = self._equal("c", self._table)  # for an alias, the server would need the name of the database
         self._session.run(
             f"DELETE {self._table} FROM {stage} s STRAIGHT_JOIN {self._table} ON {gone} WHERE s.erased = 1"
         )
@@ -297,7 +294,7 @@ class TableStatements(TargetTable):
 
 
 def _canonical(form: Callable[[str], object], text: str) -> object:
-    """A key's text in a form that is equal for equal keys; a text of another type, from before, as it is."""
+    """Return a key's text in a form that is the same for equal keys; texts of an earlier type stay as they are."""
     try:
         return form(text)
     except (ValueError, ArithmeticError):
@@ -311,7 +308,7 @@ def _with_constants(batch: pa.RecordBatch, values: Sequence[str]) -> pa.RecordBa
 
 
 def _array(column: Sequence[str | bytes | None]) -> pa.Array:
-    """What the server has sent of a column."""
+    """Return a column of values sent by the server."""
     return pa.array([value.decode() if isinstance(value, bytes) else value for value in column], _Texts)
 
 
@@ -321,6 +318,6 @@ def _each_text(texts: pa.Array, function: Callable[[str], str]) -> pa.Array:
 
 
 def _json_array(literal: str) -> str:
-    """The names in an array's literal in which each is quoted."""
+    """Return the names in an array's literal, in which each name is quoted."""
     names = re.findall(r'"((?:[^"\\]|\\.)*)"', literal, re.DOTALL)
     return json.dumps([re.sub(r"\\(.)", r"\1", name, flags=re.DOTALL) for name in names], ensure_ascii=False)

@@ -1,10 +1,11 @@
-"""How a target table of the MySQL sink is defined: created from its source table, and changed as that is. Pure.
+"""The definition of a target table of the MySQL sink: its creation from the source table, and its changes. Pure.
 
-In a mirror the target has the source's columns. In a changelog the history stays: a column that the source has dropped
-is left as it is, and gets no values any more.
+In a mirror, the target has the source's columns. In a changelog, the history stays: a column that the source has
+dropped is kept, but gets no more values.
 
-A change is one ALTER TABLE: the server makes it whole or not at all, also if it crashes. With it goes a comment on the
-table that names the attempt, by which whoever comes later sees whether it was made (see :mod:`.record`).
+A change is one ALTER TABLE, which the server applies completely or not at all, even if it crashes. The same statement
+writes a comment to the table that identifies the attempt, so that later processes can see whether it was applied (see
+:mod:`.record`).
 """
 
 from __future__ import annotations
@@ -22,12 +23,20 @@ from airflow_cdc_provider.engine.core.table import Column, Table
 from airflow_cdc_provider.engine.sinks.mysql import limits
 from airflow_cdc_provider.engine.sinks.mysql.bulk_load import Field, constant
 from airflow_cdc_provider.engine.sinks.mysql.session import quoted
-from airflow_cdc_provider.engine.sinks.mysql.types import COUNTER, LETTER, MOMENT, POSITION, WORDS, Kind, kinds_of
+from airflow_cdc_provider.engine.sinks.mysql.types import (
+    COUNTER,
+    LETTER,
+    MOMENT,
+    POSITION,
+    WORDS,
+    MysqlColumnType,
+    column_types,
+)
 from airflow_cdc_provider.engine.sinks.staged import RowsNeeded
 
 Mode = Literal["mirror", "changelog"]
 
-CHANGELOG_COLUMNS: Mapping[str, Kind] = {
+CHANGELOG_COLUMNS: Mapping[str, MysqlColumnType] = {
     "_op": LETTER,
     "_commit_lsn": POSITION,
     "_seq": COUNTER,
@@ -36,7 +45,7 @@ CHANGELOG_COLUMNS: Mapping[str, Kind] = {
     "_before": WORDS,
     "_unchanged": WORDS,
 }
-"""Names and kinds of the columns that a changelog has beside the source's; an LSN is a number, so that it sorts."""
+"""Names and types of a changelog's additional columns; an LSN is a number, so that it sorts."""
 
 _REQUIRED = ("_op", "_commit_lsn", "_seq")
 # InnoDB's own columns, in any case.
@@ -50,14 +59,14 @@ _SIZED = re.compile(r"(VARCHAR|VARBINARY|DECIMAL)\((\d+)(?:,(\d+))?\)")
 
 
 def comment(pipeline: str, token: str = "") -> str:
-    """What is said of a table that the pipeline has made or changed."""
+    """Return the comment on a table that the pipeline has created or changed."""
     return f"airflow_cdc {pipeline} {token}".strip()
 
 
 def refuse_names(target: Target, mode: Mode, collation: str) -> None:
     """Refuse a table that MySQL cannot have: names are compared without regard to case, and rows have limits.
 
-    :raises UncapturableTable: naming what is in the way.
+    :raises UncapturableTable: naming the obstacle.
     """
     names = [column.name for column in target.table.columns]
     every = names + (list(CHANGELOG_COLUMNS) if mode == "changelog" else [])
@@ -70,27 +79,27 @@ def refuse_names(target: Target, mode: Mode, collation: str) -> None:
     ]
     if twice:
         same = " and ".join(repr(name) for name in every if name.lower() == twice[0])
-        trouble = f"its columns {same} have one name for MySQL"
+        trouble = f"MySQL treats the names of its columns {same} as equal"
     elif odd:
-        trouble = f"MySQL takes no name like {odd[0]!r}"
+        trouble = f"MySQL does not allow a name like {odd[0]!r}"
     elif reserved := [name for name in names if name.lower() in _RESERVED]:
-        trouble = f"InnoDB has a column {reserved[0]} of its own in every table"
+        trouble = f"InnoDB reserves the column {reserved[0]} in every table"
     elif mode == "mirror" and not target.table.key:
-        trouble = "it has no key, by which the rows of a mirror in MySQL are found"
+        trouble = "it has no key, which a mirror in MySQL needs"
     else:
         mirror = mode == "mirror"
         columns, key = columns_of(target.table, mode, collation), target.table.key if mirror else ()
-        trouble = limits.trouble(columns, key, mirror, collation == _MARIADB_COLLATION)
+        trouble = limits.exceeded_limit(columns, key, mirror, collation == _MARIADB_COLLATION)
     if trouble:
         raise UncapturableTable(
             f"{target.table.label} cannot be copied to MySQL: {trouble}",
-            "Choose its columns by `columns` in the pipeline file, give it a key, or leave it out.",
+            "Choose its columns with `columns` in the pipeline file, give it a key, or do not capture it.",
         )
 
 
 def columns_of(table: Table, mode: Mode, collation: str) -> dict[str, str]:
-    """The definitions of a target's columns, by name."""
-    kinds = kinds_of(table)
+    """Return the definitions of a target's columns, by name."""
+    kinds = column_types(table)
     found = {
         column.name: _column(kinds[column.name], collation, column.name in table.key, mode) for column in table.columns
     }
@@ -100,14 +109,14 @@ def columns_of(table: Table, mode: Mode, collation: str) -> dict[str, str]:
     return found
 
 
-def _column(kind: Kind, collation: str, key: bool, mode: Mode) -> str:
+def _column(kind: MysqlColumnType, collation: str, key: bool, mode: Mode) -> str:
     return kind.definition(collation) + (" NOT NULL" if key and mode == "mirror" else " NULL")
 
 
 def create_table(target: Target, mode: Mode, collation: str, pipeline: str, name: str = "") -> str:
-    """The statement that creates a target table.
+    """Return the statement that creates a target table.
 
-    :param name: its quoted name, if it is not to be the target's.
+    :param name: its quoted name, if it differs from the target's.
     :raises UncapturableTable: when MySQL cannot have such a table.
     """
     refuse_names(target, mode, collation)
@@ -131,18 +140,18 @@ def alteration(
     present: Sequence[str],
     rows_stay: bool,
 ) -> list[str]:
-    """What an ALTER TABLE has to do to make a table of one definition one of another; nothing if it need not be made.
+    """Return the clauses of an ALTER TABLE that changes a table to a new definition; none if nothing has to change.
 
-    :param shape: the definition that the target table has.
-    :param present: names of the columns that it really has.
-    :param rows_stay: its rows keep their values, and get those of added columns. Otherwise a mirror has no rows.
-    :raises RowsNeeded: when the values that its rows need are the source's alone.
+    :param shape: the recorded definition of the target table.
+    :param present: names of the columns that the table actually has.
+    :param rows_stay: rows keep their values, and get those of added columns. Otherwise a mirror has no rows.
+    :raises RowsNeeded: when only the source has the values that the rows need.
     :raises CannotFollow: when old values of a changelog cannot be converted.
     """
     refuse_names(target, mode, collation)
     change = redefinition(shape, target.table)
     old, new = columns_of(shape, mode, collation), columns_of(target.table, mode, collation)
-    kinds = kinds_of(target.table)
+    kinds = column_types(target.table)
     there = {name.lower() for name in present}
     clauses: list[str] = []
     if mode == "mirror":
@@ -153,21 +162,21 @@ def alteration(
         before = former.get(column.name, column.name)
         if column.name in added:
             if column.name.lower() not in there | {name.lower() for name in former}:
-                # An expression in parentheses, which text may have, too.
+                # An expression in parentheses, which is allowed for texts too.
                 value = column.missing if rows_stay else None
                 field = Field(column.name, kinds[column.name])
                 default = "" if value is None else f" DEFAULT ({constant(field, value, target.table.label)})"
                 clauses.append(f"ADD COLUMN {quoted(column.name)} {new[column.name]}{default}")
             elif rows_stay:
-                raise RowsNeeded(f"the target has a column {column.name} of its own")
+                raise RowsNeeded(f"the target already has a column {column.name}")
             else:
                 clauses.append(f"MODIFY COLUMN {quoted(column.name)} {new[column.name]}")
             continue
         if before.lower() not in there:
             if mode == "mirror" and column.name in target.table.key and rows_stay:
                 raise CannotFollow(
-                    f"the target table {target.schema}.{target.name} has no column {before}, which is of its key",
-                    "If it has been renamed, give it its name back, then start again.",
+                    f"the target table {target.schema}.{target.name} has no column {before}, which is part of its key",
+                    "If the column was renamed, restore its name, then start again.",
                 )
             if rows_stay:
                 raise RowsNeeded(f"the target has no column {before}")
@@ -180,7 +189,7 @@ def alteration(
         clauses.append(f"CHANGE COLUMN {quoted(before)} {quoted(column.name)} {new[column.name]}")
     if mode == "mirror" and change.key:
         if rows_stay:
-            raise RowsNeeded("the key is another one")
+            raise RowsNeeded("the key has changed")
         clauses += ["DROP PRIMARY KEY", f"ADD PRIMARY KEY ({', '.join(map(quoted, target.table.key))})"]
     return clauses
 
@@ -191,15 +200,15 @@ def _require_conversion(old: str, new: str, column: Column, target: Target, mode
     if rows_stay:
         raise RowsNeeded(f"only the source can convert {column.name} to {column.type}")
     raise CannotFollow(
-        f"the changelog {target.schema}.{target.name} cannot be changed as {target.table.label} was: the old values of"
-        f" {column.name} do not become {column.type} without loss",
+        f"the changelog {target.schema}.{target.name} cannot be changed like {target.table.label} because the old"
+        f" values of {column.name} cannot become {column.type} without loss",
         f"Nothing from this change on has been applied. Rename the column {column.name} of the changelog, then start"
-        " again: a new one is added.",
+        " again: a new column is added.",
     )
 
 
 def _keeps(old: str, new: str) -> bool:
-    """Whether a column's type can be changed so that every value stays what it is, as text."""
+    """Return whether a column's type can be changed so that every value keeps its text."""
     old, new = (each.partition(" CHARACTER SET ")[0].removesuffix(" NULL").removesuffix(" NOT") for each in (old, new))
     if old == new:
         return True
@@ -215,9 +224,9 @@ def _keeps(old: str, new: str) -> bool:
 
 @dataclass(frozen=True)
 class Differing:
-    """A column that a table lacks, or has with a type that does not keep the source's values.
+    """A column that a table lacks, or has with a type that does not preserve the source's values.
 
-    :param found: its type as the server tells it; empty without it.
+    :param found: its type as reported by the server; empty if it is missing.
     :param wanted: its definition.
     """
 
@@ -226,37 +235,37 @@ class Differing:
     wanted: str
 
     def __str__(self) -> str:
-        told = self.wanted.partition(" CHARACTER SET ")[0].partition(" ")[0]
-        return f"column {self.name} is {self.found or 'missing'}, and has to be {told}"
+        expected = self.wanted.partition(" CHARACTER SET ")[0].partition(" ")[0]
+        return f"column {self.name} is {self.found or 'missing'}, but must be {expected}"
 
     @property
     def clause(self) -> str:
-        """What an ALTER TABLE has to do about it."""
+        """Return the clause of an ALTER TABLE that corrects the column."""
         return f"{'MODIFY' if self.found else 'ADD'} COLUMN {quoted(self.name)} {self.wanted}"
 
 
 def differing(found: Mapping[str, str], wanted: Mapping[str, str]) -> list[Differing]:
-    """Compare the columns of a table with those that it has to have; wider numbers and longer keys are as good.
+    """Return the columns that differ from their definitions; wider numbers and longer keys are accepted.
 
-    :param found: types of its columns as the server tells them, by name.
+    :param found: types of the table's columns as reported by the server, by name.
     :param wanted: their definitions.
     """
     names = {name.lower(): kind for name, kind in found.items()}
     compared = [Differing(name, names.get(name.lower(), ""), kind) for name, kind in wanted.items()]
-    return [each for each in compared if each.found != _told(each.wanted) and not _is_wider(each)]
+    return [each for each in compared if each.found != _type_of_definition(each.wanted) and not _is_wider(each)]
 
 
 def _is_wider(column: Differing) -> bool:
-    """Whether a column's type keeps every value, and writes it alike."""
+    """Return whether a column's type keeps every value, with the same text."""
     there = column.found.upper()
     return there.startswith((*_INTEGERS, "VARCHAR", "VARBINARY", "DECIMAL")) and _keeps(column.wanted, there)
 
 
-def _told(definition: str) -> str:
-    """A definition's type as :func:`told_type` gives it."""
-    return told_type(definition.partition(" CHARACTER SET ")[0].removesuffix(" NULL").removesuffix(" NOT"))
+def _type_of_definition(definition: str) -> str:
+    """Return a definition's type in the form of :func:`normalized_type`."""
+    return normalized_type(definition.partition(" CHARACTER SET ")[0].removesuffix(" NULL").removesuffix(" NOT"))
 
 
-def told_type(text: str) -> str:
-    """A type as it is compared: in lower case, integers without a width for display."""
+def normalized_type(text: str) -> str:
+    """Return a type in a comparable form: in lower case, integers without display width."""
     return re.sub(r"\b(smallint|int|bigint)\(\d+\)", r"\1", text.lower())

@@ -1,4 +1,4 @@
-"""Target tables of the MySQL sink: which are ours, which have to be created, and which are refused."""
+"""Target tables of the MySQL sink: determines which belong to the pipeline, must be created, or are refused."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from airflow_cdc_provider.engine.sinks.mysql.table_definition import (
     comment,
     create_table,
     differing,
-    told_type,
+    normalized_type,
 )
 
 
 @dataclass(frozen=True)
 class MysqlTargets(MysqlFence):
-    """What is done to target tables before rows go there."""
+    """The part of a MySQL sink that prepares target tables before rows are written."""
 
     @contextmanager
     def _created(self, opened: Session, targets: Sequence[Target]) -> Iterator[None]:
-        """Create target tables; after an error they are gone again."""
+        """Create target tables; after an error they are dropped again."""
         made: list[str] = []
         try:
             for target in targets:
                 opened.require_database(target.schema)
                 name = quoted(target.schema, target.name)
-                opened.run(f"DROP TABLE IF EXISTS {name}")  # one of ours, and empty: see _lacks
+                opened.run(f"DROP TABLE IF EXISTS {name}")  # empty and the pipeline's own: see _lacks
                 with session_errors.row_of(target.table.label):
                     opened.run(create_table(target, self.mode, opened.collation, self.pipeline))
                 made.append(name)
@@ -51,9 +51,10 @@ class MysqlTargets(MysqlFence):
             raise
 
     def _lacks(self, opened: Session, target: Target) -> bool:
-        """Whether a target table has to be created. One that is there is ours, or empty and as it has to be.
+        """Return whether a target table has to be created; an existing one is the pipeline's, or empty and of the right
+        form.
 
-        :raises ForeignTable: when it is neither, or another pipeline's.
+        :raises ForeignTable: when it is neither, or belongs to another pipeline.
         """
         wanted = create_table(target, self.mode, opened.collation, self.pipeline)
         label, shown = target.table.label, f"{target.schema}.{target.name}"
@@ -67,8 +68,8 @@ class MysqlTargets(MysqlFence):
             if others:
                 raise ForeignTable(
                     f"the target table {shown} belongs to pipeline {', '.join(others)}",
-                    "Give this pipeline another target database (`sink.schema`); or, if the other one is not needed any"
-                    " more, run `airflow-cdc drop` with its file, then try again.",
+                    "Give this pipeline another target database (`sink.schema`). Or, if the other pipeline is not"
+                    " needed anymore, run `airflow-cdc drop` with its file, then try again.",
                 )
             if (self.pipeline, label) in owners:
                 return not opened.exists(target.schema, target.name)
@@ -88,38 +89,41 @@ class MysqlTargets(MysqlFence):
         if said == comment(self.pipeline):
             return True
         raise ForeignTable(
-            f"the target table {shown} exists, but is not as it has to be ({difference(opened, target, self.mode)})",
-            f"Drop the table, so that it is created, or create it so: {' '.join(wanted.split())};"
-            f" {mending(opened, target, self.mode)}".rstrip(),
+            f"the target table {shown} exists, but does not have the required form"
+            f" ({difference(opened, target, self.mode)})",
+            f"Drop the table, so that it is created, or create it with: {' '.join(wanted.split())};"
+            f" {correcting_statement(opened, target, self.mode)}".rstrip(),
         )
 
     def _adopt(self, opened: Session, target: Target, start: LogPosition) -> None:
-        """Accept a target table as ours, whose definition nobody has recorded; its rows will be replaced."""
+        """Accept an unrecorded target table as the pipeline's; its rows will be replaced."""
         if self.mode == "changelog":
             self._refuse_older_history(opened, target, start)
         different = difference(opened, target, self.mode)
         if different:
             wanted = create_table(target, self.mode, opened.collation, self.pipeline)
             raise ForeignTable(
-                f"the target table {target.schema}.{target.name} is not defined as {target.table.label} is now"
+                f"the target table {target.schema}.{target.name} is not defined like {target.table.label}"
                 f" ({different})",
-                f"Drop or rename it, so that it is created, or make it so: {' '.join(wanted.split())}; then run"
+                f"Drop or rename it, so that it is created, or create it with: {' '.join(wanted.split())}; then run"
                 " `airflow-cdc resnapshot --all`.",
             )
 
     def _refuse_older_history(self, opened: Session, target: Target, point: LogPosition) -> None:
-        """Events are in the order of their LSNs: those of a log that ended later would come after all new ones."""
+        """Refuse a changelog with events after a point; new events would sort before events of an
+        abandoned timeline.
+        """
         (last,) = opened.one(f"SELECT MAX(_commit_lsn) FROM {quoted(target.schema, target.name)}")
         if last is not None and (found := LogPosition(int(last))) > point:
             raise GateClosed(
-                f"the changelog {target.schema}.{target.name} has events up to {format_lsn(found)}, but the"
-                f" source's log is at {format_lsn(point)}: they are of a history that the source has left, and new ones"
-                " would come before",
+                f"the changelog {target.schema}.{target.name} has events up to {format_lsn(found)}, but the source's"
+                f" log is at {format_lsn(point)}: they belong to a timeline that the source has abandoned, so new"
+                " events would sort before them",
                 f"Rename or empty {target.schema}.{target.name}, then run `airflow-cdc resnapshot --all` again.",
             )
 
     def _alteration(self, opened: Session, shape: Table, target: Target, rows_stay: bool) -> list[str]:
-        """See :func:`.table_definition.alteration`."""
+        """Return the clauses of an ALTER TABLE, see :func:`.table_definition.alteration`."""
         present = [
             str(name)
             for (name,) in opened.rows(
@@ -130,8 +134,8 @@ class MysqlTargets(MysqlFence):
         return alteration(shape, target, self.mode, opened.collation, present, rows_stay)
 
 
-def mending(opened: Session, target: Target, mode: Mode) -> str:
-    """The ALTER TABLE that gives a table the columns that it has to have; empty if it has them."""
+def correcting_statement(opened: Session, target: Target, mode: Mode) -> str:
+    """Return the ALTER TABLE that adds or corrects a table's columns; empty if they are right."""
     clauses = ", ".join(each.clause for each in _differing(opened, target, mode))
     return f"ALTER TABLE {quoted(target.schema, target.name)} {clauses};" if clauses else ""
 
@@ -141,17 +145,17 @@ def _differing(opened: Session, target: Target, mode: Mode) -> list[Differing]:
         "SELECT column_name, column_type FROM information_schema.columns WHERE table_schema = %s AND table_name = %s",
         [target.schema, target.name],
     )
-    types = {str(name): told_type(str(kind)) for name, kind in found}
+    types = {str(name): normalized_type(str(kind)) for name, kind in found}
     return differing(types, columns_of(target.table, mode, opened.collation))
 
 
 def difference(opened: Session, target: Target, mode: Mode) -> str:
-    """In what a table is not as it has to be; empty if in nothing."""
+    """Return how a table differs from its required form; empty if it does not."""
     where = [target.schema, target.name]
     wanted_columns = columns_of(target.table, mode, opened.collation)
     required = [name for name, kind in wanted_columns.items() if kind.endswith(" NOT NULL")]
     if mode == "mirror":
-        required = list(wanted_columns)  # what the source has
+        required = list(wanted_columns)  # the columns that the source has
     obstacle = find_obstacle(opened, target, wanted_columns, required)
     if obstacle:
         return obstacle
@@ -175,7 +179,7 @@ def difference(opened: Session, target: Target, mode: Mode) -> str:
     )
     if mode == "mirror" and {str(name) for (name,) in keys} != set(target.table.key):
         return "primary key"
-    # Under another collation two keys of the source may be one; another character set does not have every character.
+    # Under another collation, two keys of the source may be equal; another character set lacks some characters.
     key = {name.lower() for name in target.table.key} if mode == "mirror" else set()
     wanted = {name.lower() for name in columns_of(target.table, mode, opened.collation)}
     for name, characters, collation in found:

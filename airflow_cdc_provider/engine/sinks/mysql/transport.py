@@ -1,4 +1,4 @@
-"""How a connection to MySQL is protected: by TLS, unless it does not leave the machine or the file says otherwise."""
+"""Protection of connections to MySQL: TLS, unless the connection stays on the machine or the file disables it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from airflow_cdc_provider.engine.core.errors import ConfigError
 SslMode: TypeAlias = Literal["disabled", "required", "verify_ca", "verify_identity"]
 
 MODES = ("disabled", "required", "verify_ca", "verify_identity")
-"""What ``ssl_mode`` may be: no TLS; TLS with whoever answers; with a server that an authority vouches for; and of whose
-name it does so."""
+"""Values of ``ssl_mode``: no TLS; TLS without verification; TLS with a verified certificate; also with a
+verified name.
+"""
 
 _FILES = ("ssl_ca", "ssl_cert", "ssl_key")
 
 
 def mode_of(options: Mapping[str, str]) -> SslMode:
-    """Return how a connection is protected.
+    """Return the protection of a connection.
 
-    :param options: of the DSN. An authority that is named is there to be asked.
-    :raises ValueError: when they do not go together.
+    :param options: options of the DSN. If an authority is named, the certificate is verified.
+    :raises ValueError: when they contradict each other.
     """
     default = "verify_identity" if "ssl_ca" in options else "required"
     if "unix_socket" in options:
@@ -32,7 +33,7 @@ def mode_of(options: Mapping[str, str]) -> SslMode:
     if mode not in MODES:
         raise ValueError(f"ssl_mode as one of {', '.join(MODES)}")
     if mode == "disabled" and any(name in options for name in _FILES):
-        raise ValueError("either ssl_mode=disabled or files of TLS")
+        raise ValueError("either ssl_mode=disabled or TLS files")
     if mode == "required" and "ssl_ca" in options:
         raise ValueError("either ssl_mode=required, which verifies nothing, or ssl_ca")
     if "ssl_key" in options and "ssl_cert" not in options:
@@ -41,7 +42,7 @@ def mode_of(options: Mapping[str, str]) -> SslMode:
 
 
 def context(options: Mapping[str, str]) -> ssl.SSLContext | None:
-    """Return what TLS is spoken with; ``None`` without. It is shared: to load the authorities takes milliseconds.
+    """Return the TLS context; ``None`` without TLS. It is shared, because loading the authorities takes milliseconds.
 
     :raises ConfigError: when a file cannot be read.
     """
@@ -50,13 +51,13 @@ def context(options: Mapping[str, str]) -> ssl.SSLContext | None:
         return None
     files = tuple(options.get(name) for name in _FILES)
     try:
-        # Files that are replaced, as certificates are that end, are read again.
+        # Replaced files, such as renewed certificates, are read again.
         return _context(mode, files, tuple(file and os.stat(file).st_mtime_ns for file in files))
     except OSError as e:  # ssl.SSLError is one
         named = ", ".join(f"{name}={file}" for name, file in zip(_FILES, files, strict=True) if file)
         raise ConfigError(
-            f"the files of TLS cannot be used ({named}): {e.strerror or e}",
-            "Give `sink.dsn` paths of PEM files that are there where the driver and the executors run.",
+            f"cannot use the TLS files ({named}): {e.strerror or e}",
+            "Set paths in `sink.dsn` to PEM files that exist where the driver and the executors run.",
         ) from e
 
 
@@ -65,7 +66,7 @@ def _context(mode: SslMode, files: tuple[str | None, ...], _changed: tuple[objec
     authority, certificate, key = files
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     made.check_hostname = mode == "verify_identity"
-    # The authorities that MySQL makes by itself lack extensions that Python demands from 3.13 on.
+    # Authorities that MySQL creates automatically lack extensions that Python requires since 3.13.
     made.verify_flags &= ~ssl.VERIFY_X509_STRICT
     if mode == "required":
         made.verify_mode = ssl.CERT_NONE

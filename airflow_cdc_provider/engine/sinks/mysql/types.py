@@ -1,16 +1,16 @@
-"""How values of Postgres are kept in MySQL, and come back as the text that Postgres writes.
+"""Maps Postgres types to MySQL types, and converts values so that they come back as exactly the same text.
 
-Each Postgres type has a :class:`Kind`: a column type, how texts are turned into what is loaded, which texts it takes,
-and how they are made again from what the server returns. Nothing is rounded, cut or padded: what a kind cannot hold is
-refused by name. What MySQL has no type for is text, which is always right.
+Each Postgres type has a :class:`MysqlColumnType`: a column type, the conversion of texts to loaded values, the accepted
+texts, and the conversion of the server's values back. Nothing is rounded, cut or padded: values that a column type
+cannot hold are refused by name. Types that MySQL lacks are stored as text, which is always exact.
 
 * ``numeric`` beyond 65 digits or a scale of 30, and without a precision, is text; ``NaN`` in others is refused.
-* ``real`` is kept as DOUBLE, since FLOAT is printed with six digits. ``NaN``, infinities and ``-0`` are refused.
-* ``timestamptz`` is DATETIME(6) in UTC; TIMESTAMP would end in 2038. Infinite dates, those before Christ or after the
-  year 9999 are refused. Postgres has no zero dates.
-* Arrays are JSON; one with bounds of its own is a JSON string of its literal. ``json`` and ``jsonb`` are LONGTEXT with
-  the text that Postgres wrote, since JSON columns write it anew.
-* Text is LONGTEXT, in a key VARCHAR: an index takes 3072 bytes, which a key's texts share. A longer one is refused.
+* ``real`` is stored as DOUBLE, because FLOAT is printed with six digits. ``NaN``, infinities and ``-0`` are refused.
+* ``timestamptz`` is DATETIME(6) in UTC; TIMESTAMP would end in 2038. Infinite dates, and dates before Christ or after
+  the year 9999, are refused. Postgres has no zero dates.
+* Arrays are JSON; an array with explicit bounds is a JSON string of its literal. ``json`` and ``jsonb`` are LONGTEXT
+  with the text that Postgres wrote, because JSON columns rewrite it.
+* Text is LONGTEXT, in a key VARCHAR: an index has 3072 bytes, which the key's texts share. Longer texts are refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from airflow_cdc_provider.engine.core.errors import UncapturableTable
 from airflow_cdc_provider.engine.core.table import Column, Table
 
 INDEX_BYTES = 3072
-"""What an index of InnoDB takes of a row."""
+"""Maximum size of a row in an index of InnoDB."""
 
 _TEXT_BYTES = 4
 _DIGITS, _SCALE = 65, 30
@@ -44,18 +44,18 @@ def _same(texts: pa.Array) -> pa.Array:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """How values of a type are kept.
+class MysqlColumnType:
+    """The storage of values of a type.
 
     :param sql: the column's type, without its collation.
-    :param encode: turns Postgres's texts into what is loaded.
-    :param decode: turns what :attr:`read` gives into Postgres's texts.
-    :param takes: a regular expression that the texts must match; ``None`` takes all.
-    :param longest: characters (of ``bytea`` bytes) that a value may have; 0 for any number.
-    :param plain: what is loaded has neither quotes nor any other special characters.
-    :param hexadecimal: what is loaded are the digits of bytes.
+    :param encode: converts Postgres texts to loaded values.
+    :param decode: converts results of :attr:`read` to Postgres texts.
+    :param takes: a regular expression that the texts must match; ``None`` accepts all.
+    :param longest: maximum number of characters (bytes for ``bytea``) of a value; 0 for any number.
+    :param plain: loaded values contain neither quotes nor other special characters.
+    :param hexadecimal: loaded values are hexadecimal digits of bytes.
     :param read: SQL that makes a text of a column.
-    :param canonical: two keys are one if these of their texts are equal.
+    :param canonical: two keys are equal if the results for their texts are equal.
     """
 
     sql: str
@@ -70,25 +70,24 @@ class Kind:
 
     @property
     def text(self) -> bool:
-        """Whether the column has characters, and so a collation."""
+        """Return whether the column has characters, and so a collation."""
         return self.sql.startswith(("LONGTEXT", "VARCHAR", "CHAR"))
 
     @property
     def exact(self) -> bool:
-        """Whether the column has exact numbers, which are never to be compared with texts.
+        """Return whether the column has exact numbers, which must never be compared with texts.
 
-        The server compares these two as floating point numbers, by which keys of many digits are equal to their
-        neighbours.
+        The server would compare the two as floating point numbers, so that keys with many digits equal their neighbors.
         """
         return self.sql.startswith(("TINYINT", "SMALLINT", "INT", "BIGINT", "DECIMAL"))
 
     def definition(self, collation: str) -> str:
-        """The column's type as SQL."""
+        """Return the column's type as SQL."""
         return f"{self.sql} CHARACTER SET utf8mb4 COLLATE {collation}" if self.text else self.sql
 
 
 def _each(function: Callable[[str], str]) -> Convert:
-    """Convert every distinct value once."""
+    """Return a conversion that handles every distinct value once."""
 
     def convert(texts: pa.Array) -> pa.Array:
         encoded = texts.dictionary_encode()
@@ -107,7 +106,7 @@ def _truth(texts: pa.Array) -> pa.Array:
 
 
 def join_texts(*parts: pa.Array | str, between: str = "") -> pa.Array:
-    """Texts row by row one after the other; null where any is."""
+    """Return the concatenation of texts row by row; null if any is null."""
     kind = pa.large_string()
     columns = [pa.scalar(part, kind) if isinstance(part, str) else part for part in parts]
     return pc.binary_join_element_wise(*columns, pa.scalar(between, kind))
@@ -122,7 +121,7 @@ def _bytea_of(texts: pa.Array) -> pa.Array:
 
 
 def _shorten(texts: pa.Array) -> pa.Array:
-    """Without the zeros at the end of a fraction, which is always there."""
+    """Return texts without trailing zeros of a fraction, which is always present."""
     return pc.replace_substring_regex(texts, r"\.?0+$", "")
 
 
@@ -135,10 +134,10 @@ def _with_utc(texts: pa.Array) -> pa.Array:
 
 
 def float_text(text: str, digits: int) -> str:
-    """A number as Postgres writes it.
+    """Return a number as written by Postgres.
 
-    :param text: the shortest digits that make it, in any form.
-    :param digits: integral digits from which on it has an exponent: 15 for ``float8``, 6 for ``float4``.
+    :param text: the shortest digits that identify the number, in any form.
+    :param digits: number of integral digits from which an exponent is used: 15 for ``float8``, 6 for ``float4``.
     """
     sign, figures, power = Decimal(text).as_tuple()
     assert isinstance(power, int)
@@ -159,10 +158,10 @@ def float_text(text: str, digits: int) -> str:
 
 
 def _digits_of_double(value: float) -> str:
-    """The shortest digits that make a number and no other, as Postgres finds them.
+    """Return the shortest digits that identify a number, as found by Postgres.
 
-    Python, and MySQL, also take digits that lie half way to the next number, since these are rounded to an even one;
-    for Postgres they have to be nearer. Numbers half way have at most 17 digits only in the range that is looked at.
+    Python and MySQL also accept digits half way to the next number, because these are rounded to an even one; Postgres
+    requires digits that are nearer. Such digits number at most 17 only in the range that is checked here.
     """
     if not 9e15 <= abs(value) < 1e41:
         return repr(value)
@@ -177,17 +176,17 @@ _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
 
 @dataclass(frozen=True)
 class ArrayText:
-    """Arrays of one element type: Postgres's literals to JSON and back.
+    """Converts arrays of one element type between Postgres literals and JSON.
 
     :param element: ``number``, ``boolean`` or ``text``.
-    :param delimiter: between elements; ``box`` has a semicolon.
+    :param delimiter: delimiter of elements; ``box`` has a semicolon.
     """
 
     element: str
     delimiter: str = ","
 
     def to_json(self, literal: str) -> str:
-        """A JSON array of a literal; a JSON string of a literal that would not come back from one."""
+        """Return a literal as a JSON array, or as a JSON string if an array could not be converted back."""
         with suppress(ValueError, IndexError):
             made = self._parse(literal)
             if self.from_json(made) == literal:
@@ -195,12 +194,12 @@ class ArrayText:
         return json.dumps(literal, ensure_ascii=False)
 
     def from_json(self, text: str) -> str:
-        """The literal that became this JSON."""
+        """Return the literal that was converted to this JSON."""
         value = json.loads(text, parse_int=_Number, parse_float=_Number, parse_constant=_Number)
         return value if isinstance(value, str) and not isinstance(value, _Number) else self._literal(value)
 
     def _parse(self, literal: str) -> str:
-        """Element by element; brackets and delimiters stay where they are."""
+        """Return a literal as JSON, element by element; brackets and delimiters keep their positions."""
         made, at = [], 0
         while at < len(literal):
             character = literal[at]
@@ -249,11 +248,11 @@ class ArrayText:
 
 
 class _Number(str):
-    """A number of JSON as it is written."""
+    """A number of JSON, as written."""
 
 
 def json_of(values: dict[str, str | None]) -> str:
-    """An object of texts, as ``jsonb`` writes it: shorter keys first."""
+    """Return an object of texts in the format of ``jsonb``: shorter keys first."""
     ordered = dict(sorted(values.items(), key=lambda item: (len(item[0].encode()), item[0].encode())))
     return json.dumps(ordered, ensure_ascii=False)
 
@@ -264,24 +263,24 @@ _REAL = r"0|-?(0\.0*[1-9]\d*|[1-9]\d*(\.\d+)?)(e[+-]\d+)?"
 _CLOCK = r"\d\d:\d\d:\d\d(\.\d+)?"
 
 _KINDS = {
-    "boolean": Kind("TINYINT(1)", _bits, _truth, "[tf]"),
-    "smallint": Kind("SMALLINT", takes=_INTEGER, canonical=int),
-    "integer": Kind("INT", takes=_INTEGER, canonical=int),
-    "bigint": Kind("BIGINT", takes=_INTEGER, canonical=int),
-    "oid": Kind("INT UNSIGNED", takes=_INTEGER, canonical=int),
-    "real": Kind("DOUBLE", decode=_each(lambda text: float_text(text, 6)), takes=_REAL, canonical=float),
-    "double precision": Kind(
+    "boolean": MysqlColumnType("TINYINT(1)", _bits, _truth, "[tf]"),
+    "smallint": MysqlColumnType("SMALLINT", takes=_INTEGER, canonical=int),
+    "integer": MysqlColumnType("INT", takes=_INTEGER, canonical=int),
+    "bigint": MysqlColumnType("BIGINT", takes=_INTEGER, canonical=int),
+    "oid": MysqlColumnType("INT UNSIGNED", takes=_INTEGER, canonical=int),
+    "real": MysqlColumnType("DOUBLE", decode=_each(lambda text: float_text(text, 6)), takes=_REAL, canonical=float),
+    "double precision": MysqlColumnType(
         "DOUBLE",
         decode=_each(lambda text: float_text(_digits_of_double(float(text)), 15)),
         takes=_REAL,
         canonical=float,
     ),
-    "date": Kind("DATE", takes=_DAY),
-    "time without time zone": Kind("TIME(6)", decode=_shorten, takes=_CLOCK),
-    "timestamp without time zone": Kind("DATETIME(6)", decode=_shorten, takes=f"{_DAY} {_CLOCK}"),
-    "timestamp with time zone": Kind("DATETIME(6)", _utc, _with_utc, rf"{_DAY} {_CLOCK}\+00"),
-    "uuid": Kind("CHAR(36)"),
-    "bytea": Kind("LONGBLOB", _digits_of, _bytea_of, hexadecimal=True, read="LOWER(HEX({}))"),
+    "date": MysqlColumnType("DATE", takes=_DAY),
+    "time without time zone": MysqlColumnType("TIME(6)", decode=_shorten, takes=_CLOCK),
+    "timestamp without time zone": MysqlColumnType("DATETIME(6)", decode=_shorten, takes=f"{_DAY} {_CLOCK}"),
+    "timestamp with time zone": MysqlColumnType("DATETIME(6)", _utc, _with_utc, rf"{_DAY} {_CLOCK}\+00"),
+    "uuid": MysqlColumnType("CHAR(36)"),
+    "bytea": MysqlColumnType("LONGBLOB", _digits_of, _bytea_of, hexadecimal=True, read="LOWER(HEX({}))"),
 }
 _BYTES_IN_KEY = {
     "TINYINT(1)": 1,
@@ -296,52 +295,52 @@ _BYTES_IN_KEY = {
     "CHAR(36)": 36 * _TEXT_BYTES,
 }
 _DECIMAL_BYTES = 32
-_TEXT = Kind("LONGTEXT", plain=False)
+_TEXT = MysqlColumnType("LONGTEXT", plain=False)
 _NUMBERS = ("smallint", "integer", "bigint", "oid", "real", "double precision", "numeric")
 
-# What the sink itself has beside the source's columns.
-FLAG = Kind("TINYINT(1)", takes="[01]")
-COUNTER = Kind("BIGINT", takes=_INTEGER)
-POSITION = Kind("BIGINT UNSIGNED", takes=_INTEGER)
-LETTER = Kind("CHAR(1)", plain=False)
-MOMENT = Kind("DATETIME(6)")
+# Types of the sink's own columns.
+FLAG = MysqlColumnType("TINYINT(1)", takes="[01]")
+COUNTER = MysqlColumnType("BIGINT", takes=_INTEGER)
+POSITION = MysqlColumnType("BIGINT UNSIGNED", takes=_INTEGER)
+LETTER = MysqlColumnType("CHAR(1)", plain=False)
+MOMENT = MysqlColumnType("DATETIME(6)")
 WORDS = _TEXT
 
 
-def kind_of(column: Column) -> Kind:
-    """How a column's values are kept where it is not of a key.
+def column_type(column: Column) -> MysqlColumnType:
+    """Return the storage of a column that is not part of a key.
 
-    A domain is kept as what it is made of; other types of users' own as text.
+    A domain is stored like its base type; other types of users are stored as text.
     """
     name = (column.beneath or column.type).partition(" COLLATE ")[0]
     if name.endswith("[]"):
         element = re.sub(r"\(.*?\)", "", name.removesuffix("[]"))
         sort = "number" if element in _NUMBERS else "boolean" if element == "boolean" else "text"
         array = ArrayText(sort, ";" if element == "box" else ",")
-        return Kind("LONGTEXT", _each(array.to_json), _each(array.from_json), plain=False)
+        return MysqlColumnType("LONGTEXT", _each(array.to_json), _each(array.from_json), plain=False)
     numeric = re.fullmatch(r"numeric\((\d+),(-?\d+)\)", name)
     if numeric:
         digits, scale = int(numeric[1]), int(numeric[2])
         if digits <= _DIGITS and 0 <= scale <= min(digits, _SCALE):
-            return Kind(f"DECIMAL({digits},{scale})", takes=r"-?\d+(\.\d+)?", canonical=Decimal)
+            return MysqlColumnType(f"DECIMAL({digits},{scale})", takes=r"-?\d+(\.\d+)?", canonical=Decimal)
         return _TEXT
     return _KINDS.get(re.sub(r"\(\d+\)", "", name), _TEXT)
 
 
-def kinds_of(table: Table) -> dict[str, Kind]:
-    """How the values of a table are kept, by column; the unbounded ones of a key share what an index takes.
+def column_types(table: Table) -> dict[str, MysqlColumnType]:
+    """Return the storage of a table's columns; the unbounded columns of a key share the size of an index.
 
-    :raises UncapturableTable: when the key has no room.
+    :raises UncapturableTable: when the key does not fit.
     """
-    kinds = {column.name: kind_of(column) for column in table.columns}
+    kinds = {column.name: column_type(column) for column in table.columns}
     unbounded = [name for name in table.key if kinds[name].sql in ("LONGTEXT", "LONGBLOB")]
     bounded = (kinds[name].sql for name in table.key if name not in unbounded)
     room = INDEX_BYTES - sum(_BYTES_IN_KEY.get(sql, _DECIMAL_BYTES) for sql in bounded)
     share = room // max(1, len(unbounded))
     if share < _TEXT_BYTES * 8 or len(table.key) > 16:
         raise UncapturableTable(
-            f"the key of {table.label} has {len(table.key)} columns, more than an index of MySQL takes",
-            "Leave the table out, or give it a key of fewer columns.",
+            f"the key of {table.label} has {len(table.key)} columns, which do not fit into an index of MySQL",
+            "Do not capture the table, or give it a key with fewer columns.",
         )
     for name in unbounded:
         old = kinds[name]

@@ -1,4 +1,4 @@
-"""Stream units of the MySQL sink: staged by executors, applied by the driver in one transaction."""
+"""Writes units of the stream to MySQL: executors stage them, and the driver applies them in one transaction."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.sinks.mysql.record import MysqlRecord
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted
 from airflow_cdc_provider.engine.sinks.mysql.session_errors import row_of
-from airflow_cdc_provider.engine.sinks.mysql.staging_tables import TableStatements
+from airflow_cdc_provider.engine.sinks.mysql.staging_tables import MysqlTableStatements
 from airflow_cdc_provider.engine.sinks.staged import Staged
 from airflow_cdc_provider.engine.sinks.transactional.target_table import TargetTable
 
@@ -23,10 +23,10 @@ _FRAGMENT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class MysqlUnits(MysqlRecord):
-    """How units of the stream come into the target tables, and what is too large to pass through Spark."""
+    """The part of a MySQL sink that writes units, and keeps pieces that are too large for Spark."""
 
     def _write_deposit(self, tx: Session, name: str, data: bytes | bytearray) -> None:
-        """See :meth:`.contract.Sink.deposit`: rows of a table, in fragments that a packet holds."""
+        """Write a deposit in rows of a table, in fragments that fit into a packet."""
         view = memoryview(data)
         for number, at in enumerate(range(0, len(view), _FRAGMENT_BYTES)):
             tx.run(
@@ -51,10 +51,10 @@ class MysqlUnits(MysqlRecord):
             tx.run(f"{delete} AND name = %s", [self.pipeline, name])
 
     def _stage(self, tx: Session, epoch: int, attempt: str, effects: Sequence[Effect]) -> Sequence[Staged]:
-        """See :meth:`.TransactionalUnits._stage`.
+        """Stage effects, see :meth:`.TransactionalUnits._stage`.
 
-        The tables are created before the transaction in which they are filled. If the run has been overtaken in
-        between, they are left empty, and swept.
+        The tables are created before the transaction that fills them. If the run is overtaken in between, they stay
+        empty and are removed later.
         """
         staged, filled = [], []
         targets = self._targets(tx)
@@ -62,7 +62,7 @@ class MysqlUnits(MysqlRecord):
             relation, rows = None, effect.rows
             if rows.num_rows:
                 relation = f"{self._staging_prefix}{attempt}_{number}"
-                statements = TableStatements(tx, targets[effect.label], self.mode)
+                statements = MysqlTableStatements(tx, targets[effect.label], self.mode)
                 rows = statements.staged_rows(rows)
                 with row_of(effect.label):
                     statements.create_staging(relation, rows.column_names)
@@ -75,7 +75,7 @@ class MysqlUnits(MysqlRecord):
         return staged
 
     def _table(self, tx: Session, target: Target) -> TargetTable:
-        return TableStatements(tx, target, self.mode)
+        return MysqlTableStatements(tx, target, self.mode)
 
     def _advance(self, tx: Session, end: LogPosition) -> None:
         tx.run(
@@ -88,7 +88,9 @@ class MysqlUnits(MysqlRecord):
         )
 
     def _finish_unit(self, tx: Session, relations: Sequence[str]) -> None:
-        """See :meth:`.TransactionalUnits._finish_unit`: to drop a table commits. What a crash leaves here is swept."""
+        """Commit, then drop the staging tables, because DROP TABLE commits. Tables left by a crash are
+        removed later.
+        """
         tx.commit()
         failpoint("before-staging-dropped")
         for relation in relations:
@@ -106,7 +108,7 @@ class MysqlUnits(MysqlRecord):
         return {relation: int(count) for relation, (count,) in zip(there, counts, strict=True)}
 
     def sweep(self, epoch: int) -> None:
-        """See :meth:`.contract.CommitRecord.sweep`; whoever drops tables is alone."""
+        """Remove staging tables; the process that drops tables holds the exclusive lock."""
         with contextlib.suppress(Fenced), self._alone(epoch) as opened:
             self._sweep(opened)
 
@@ -117,7 +119,7 @@ class MysqlUnits(MysqlRecord):
                 tx.run(f"DROP TABLE IF EXISTS {quoted('airflow_cdc', str(name))}")
 
     def drop(self) -> None:
-        """See :meth:`.contract.Sink.drop`."""
+        """Remove the commit record, everything staged and all deposits."""
         with self._alone() as opened:
             if not opened.exists("airflow_cdc", "pipelines"):
                 return

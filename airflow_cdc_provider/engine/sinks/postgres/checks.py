@@ -1,7 +1,7 @@
-"""What can be checked of a Postgres sink without changing anything.
+"""Checks a Postgres sink without changing anything.
 
-The role is no superuser: it owns, or may write, the commit record and the target tables. See :mod:`.privileges` for
-the source's.
+The role is not a superuser: it owns, or may write, the commit record and the target tables. For the source, see
+:mod:`.privileges`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from airflow_cdc_provider.engine.core.record import Mode, Target
 from airflow_cdc_provider.engine.core.source_identity import SourceIdentity
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.postgres.connection import Connection, connect, describe, row, rows, scalar
-from airflow_cdc_provider.engine.postgres.driver_checks import driver_errors_told
+from airflow_cdc_provider.engine.postgres.driver_checks import convert_driver_errors
 from airflow_cdc_provider.engine.postgres.privileges import (
     may_execute,
     quoted_user,
@@ -41,8 +41,8 @@ from airflow_cdc_provider.engine.sinks.postgres.obstacles import (
 )
 from airflow_cdc_provider.engine.sinks.postgres.packed_rows import require_width
 from airflow_cdc_provider.engine.sinks.postgres.prepared_tables import (
+    column_mismatches,
     future_columns,
-    misfits,
     require_kept,
     target_columns,
 )
@@ -62,7 +62,7 @@ def check(
     targets: Sequence[Target] | None,
     source: SourceIdentity | None,
 ) -> None:
-    """See :meth:`.SinkPlugin.check`."""
+    """Check the sink, and whether it can have the targets."""
     place = settings.place
 
     def opened() -> Connection:
@@ -73,14 +73,14 @@ def check(
         return
     with closing(sink):
         checks.run("sink functions", partial(may_execute, sink, _FUNCTIONS))
-        # Who may not ask a server for its identifier has been told so.
+        # If the role may not ask the server for its identifier, that has been reported already.
         if source is not None and checks.passed("sink functions"):
             checks.run("identity", partial(_identity, source, sink, place))
         if targets is not None:
             names = [(target.schema, target.name) for target in targets]
             checks.run("sink schemas", partial(_schema_names, names))
             checks.run("sink privileges", partial(_may_write, sink, names, settings.mode))
-            if checks.passed("sink privileges"):  # without, a schema or table may not be looked into
+            if checks.passed("sink privileges"):  # otherwise the role may not be able to look into a schema or table
                 checks.run("target tables", partial(_target_tables, sink, settings, pipeline, targets))
                 checks.run("target obstacles", partial(_obstacles, sink, settings.mode, pipeline, targets))
                 checks.run("target constraints", partial(_constraints, sink, settings.mode, pipeline, targets))
@@ -88,8 +88,8 @@ def check(
 
 
 def check_server(dsn: str, mode: Mode = "mirror") -> list[Finding]:
-    """Check a target server, whatever tables it will take; changes nothing."""
-    checks = Checks(driver_errors_told)
+    """Check a target server independent of its tables; change nothing."""
+    checks = Checks(convert_driver_errors)
     opened = checks.run(
         "target", partial(connect, dsn, "airflow-cdc preflight"), lambda _: f"target {describe(dsn)} is reachable."
     )
@@ -104,7 +104,7 @@ def _identity(source: SourceIdentity, sink: Connection, place: str) -> str:
     query = "SELECT (SELECT system_identifier FROM pg_catalog.pg_control_system())::text, pg_catalog.current_database()"
     system, database = row(sink, query)
     if source.holds(f"postgres {system}", database):
-        raise SinkIsSource(f"source and sink are the same database, {place}", "Give sink.dsn another database.")
+        raise SinkIsSource(f"source and sink are the same database, {place}", "Choose another database in sink.dsn.")
     return "Source and sink are different databases."
 
 
@@ -112,15 +112,15 @@ def _schema_names(targets: Sequence[tuple[str, str]]) -> str:
     for schema, _ in targets:
         if len(schema.encode()) > _LONGEST_NAME:
             raise ConfigError(
-                f"sink.schema: {schema} has {len(schema.encode())} bytes, of which Postgres would cut all after the"
-                f" {_LONGEST_NAME}th",
-                "Give sink.schema a shorter text.",
+                f"sink.schema: {schema} has {len(schema.encode())} bytes, but Postgres would truncate it to"
+                f" {_LONGEST_NAME}",
+                "Choose a shorter sink.schema.",
             )
-    return "No schema has a name that is too long."
+    return "No schema name is too long."
 
 
 def _may_write(sink: Connection, targets: Sequence[tuple[str, str]], mode: Mode) -> str:
-    """Check that record, staging and target tables can be created where they are missing, and written where not.
+    """Check that missing record, staging and target tables can be created, and existing ones written.
 
     :param targets: schema and name of each target table.
     """
@@ -140,7 +140,7 @@ def _may_write(sink: Connection, targets: Sequence[tuple[str, str]], mode: Mode)
                 lacking.append(f"create schema {schema}")
                 statements.append(f"CREATE SCHEMA {quoted} AUTHORIZATION {user};")
             continue
-        # Staging tables come and go; where all targets exist, nothing has to be created.
+        # Staging tables are created for each unit; if all targets exist, nothing else has to be created.
         complete = schema != _SCHEMA and all(table in found for table in tables if table[0] == schema)
         wanted = ["USAGE"] if complete else ["USAGE", "CREATE"]
         missing = [privilege for privilege in wanted if privilege not in schemas[schema]]
@@ -148,7 +148,7 @@ def _may_write(sink: Connection, targets: Sequence[tuple[str, str]], mode: Mode)
             lacking.append(f"{'create tables in' if 'CREATE' in missing else 'use'} schema {schema}")
             statements.append(f"GRANT {', '.join(missing)} ON SCHEMA {quoted} TO {user};")
     for table in tables:
-        # A mirror is merged into, a changelog appended to.
+        # A mirror is changed by merges, a changelog only by inserts.
         append_only = mode == "changelog" and table[0] != _SCHEMA
         wanted = ["SELECT", "INSERT"] if append_only else ["SELECT", "INSERT", "UPDATE", "DELETE"]
         missing = [privilege for privilege in wanted if privilege not in found.get(table, wanted)]
@@ -167,7 +167,7 @@ def _may_write(sink: Connection, targets: Sequence[tuple[str, str]], mode: Mode)
 
 
 def _may_select(connection: Connection, table: tuple[str, str]) -> bool:
-    """Whether a table exists and the role may read it."""
+    """Return whether a table exists and the role may read it."""
     return "SELECT" in table_privileges(connection, [table]).get(table, []) and "USAGE" in schema_privileges(
         connection, [table[0]]
     ).get(table[0], [])
@@ -195,21 +195,22 @@ def _target_tables(sink: Connection, settings: PostgresSettings, pipeline: str, 
                 f"the target table {schema}.{name} exists and has rows that pipeline {pipeline!r} did not write",
                 advice,
             )
-        if "USAGE" in schema_privileges(sink, [schema]).get(schema, ["USAGE"]):  # else it may not be looked into
+        # Otherwise the role may not look into the schema.
+        if "USAGE" in schema_privileges(sink, [schema]).get(schema, ["USAGE"]):
             _keeps_values(sink, settings, target)
-    return "No target table has rows of others, and those that exist keep the source's values."
+    return "Existing target tables have no foreign rows, and keep the source's values."
 
 
 def _keeps_values(sink: Connection, settings: PostgresSettings, target: Target) -> None:
-    """Refuse columns that lose something, of a table that is there, or of types that are there."""
+    """Refuse columns that cannot keep every value, in an existing table or with existing types."""
     found, wanted = target_columns(sink, target), wanted_columns(sink, settings.mode, target)
     names = None if found else [column.name for column in target.table.columns]
-    wrong = misfits(sink, target, found or future_columns(sink, target), wanted, names)
+    wrong = column_mismatches(sink, target, found or future_columns(sink, target), wanted, names)
     require_kept(target, wrong, settings.types == "convert")
 
 
 def _recorded_targets(sink: Connection, pipeline: str, targets: Sequence[Target]) -> list[Target]:
-    """The targets as they are recorded; of tables that are new, as the source defines them."""
+    """Return the recorded targets; new tables as defined by the source."""
     recorded: dict[str, Target] = {}
     if _may_select(sink, (_SCHEMA, "tables")):
         query = f"SELECT definition, target_schema, target_table FROM {_SCHEMA}.tables WHERE pipeline = %s"
@@ -224,7 +225,7 @@ def _obstacles(sink: Connection, mode: Mode, pipeline: str, targets: Sequence[Ta
     for target in known:
         require_width(target, mode)
     require_clear(find_obstacles(sink, known, mode))
-    return "No target table refuses what the sink writes."
+    return "No target table refuses the sink's statements."
 
 
 def _constraints(sink: Connection, mode: Mode, pipeline: str, targets: Sequence[Target]) -> str:
@@ -235,9 +236,9 @@ def _constraints(sink: Connection, mode: Mode, pipeline: str, targets: Sequence[
 
 
 def _code_of_others(sink: Connection, mode: Mode, pipeline: str, targets: Sequence[Target]) -> str:
-    """Warn of those who can run code as the sink's role: a trigger runs as the role that writes."""
+    """Warn of roles that can run code as the sink's role, because triggers run as the role that writes."""
     found = find_code_of_others(sink, _recorded_targets(sink, pipeline, targets), mode)
     if found:
         user = quoted_user(sink)
-        raise Caution(f"Triggers of target tables, which owners can make, run as role {user}: {listed(found)}.")
-    return "No trigger of a target table runs as the sink's role, and nobody else can make one."
+        raise Caution(f"Triggers of target tables, which their owners can create, run as role {user}: {listed(found)}.")
+    return "No trigger of a target table runs as the sink's role, and no other role can create one."

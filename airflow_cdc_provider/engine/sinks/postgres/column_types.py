@@ -1,4 +1,4 @@
-"""The types that columns have in the target."""
+"""Determines the types of columns in the target."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from psycopg2 import sql
 from airflow_cdc_provider.engine.core.table import Column
 from airflow_cdc_provider.engine.postgres.connection import Connection, row, rows, scalar
 
-# Their values name objects and roles of one server, or are taken by no input function: elsewhere they are but text.
+# Values of these types name objects and roles of one server, or no input function accepts them, so elsewhere they are
+# text.
 _TEXT_ONLY = frozenset(
     {
         *("regproc", "regprocedure", "regoper", "regoperator", "regclass", "regcollation", "regconfig"),
@@ -29,12 +30,12 @@ SELECT to_regtype(%(type)s) IS NOT NULL, (
     SELECT format_type(b.type, b.modifier) FROM beneath b JOIN pg_type t ON t.oid = b.type WHERE t.typtype <> 'd'
 )
 """
-"""Whether a type is known, and the one beneath it if it is a domain."""
+"""Whether a type is known, and its base type if it is a domain."""
 
 
 @dataclass(frozen=True)
 class ColumnType:
-    """A column's type in the target as SQL, ``bare`` without its collation."""
+    """A column's type in the target as SQL; ``bare`` has no collation."""
 
     bare: str
     collation: str | None
@@ -45,14 +46,14 @@ class ColumnType:
 
 
 def is_text(column: Column) -> bool:
-    """Whether a column is text in every target."""
+    """Return whether a column is text in every target."""
     return column.builtin and column.type.removesuffix("[]") in _TEXT_ONLY
 
 
 def column_type(connection: Connection, mode: Literal["mirror", "changelog"], column: Column) -> ColumnType:
-    """Return the source's type of a column; text where the target does not know it, or could not take its values.
+    """Return the source's type of a column; text if the target lacks the type or could not accept its values.
 
-    In a changelog it is the type beneath a domain: deletes and truncates have NULL where a domain may forbid it.
+    In a changelog, a domain becomes its base type, because deletes and truncates have NULL, which a domain may forbid.
     """
     bare = column.type
     known = not is_text(column)
@@ -73,12 +74,12 @@ def column_definition(connection: Connection, mode: Literal["mirror", "changelog
 
 
 def no_value(kind: str) -> sql.Composable:
-    """Return NULL as a column's default; a bare one would leave a type that has a default with that."""
+    """Return NULL as a column's default; a plain NULL would keep the default of the column's type, if it has one."""
     return sql.SQL("coalesce(NULL::{})").format(sql.SQL(kind))
 
 
 def domain_bases(connection: Connection, table: sql.Composable, modifiers: bool = True) -> dict[str, str]:
-    """By the columns of a table whose type is a domain: the type beneath it, with its modifier or without."""
+    """Return by column of a table the base type of its domain, with or without its modifier."""
     query = (
         "WITH RECURSIVE bases AS ("
         " SELECT a.attname::text AS name, t.typbasetype AS type, t.typtypmod AS modifier FROM pg_attribute a"

@@ -1,10 +1,10 @@
-"""The sides of a comparison where the target is in Postgres: rows stay where they are, and both servers hash.
+"""Compares a source with a target in Postgres: rows stay on their servers, and both servers compute hashes.
 
-A changelog is folded to the row that each key has now. A row's *life* at a key begins with a snapshot row, an insert
-or an update that moved it there; a later beginning, a delete, a move elsewhere or a truncate ends it. Values come
-from the last event of that life that sent them: an update leaves out TOASTed values it did not change, and those of
-an earlier life belong to another row. What no event of the life sent, for instance because the row was moved, is
-unknown and left out of the comparison.
+A changelog is folded to the current row of each key. The *life* of a row at a key begins with a snapshot row, an
+insert, or an update that moved it there. A later beginning, a delete, a move elsewhere or a truncate ends it. Values
+come from the last event of that life that sent them: an update omits unchanged TOASTed values, and values of an earlier
+life belong to another row. A value that no event of the life sent, for instance because the row was moved, is unknown
+and excluded from the comparison.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pyarrow as pa
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.comparison.postgres_side import (
-    Relation,
+    PostgresSide,
     among,
     content_of_cells,
     listed,
@@ -25,7 +25,7 @@ from airflow_cdc_provider.engine.comparison.postgres_side import (
     text_array,
     whole_content,
 )
-from airflow_cdc_provider.engine.comparison.side import UNKNOWN, Key, Sides, buckets_of
+from airflow_cdc_provider.engine.comparison.side import UNKNOWN, RowKey, Sides, buckets_of
 from airflow_cdc_provider.engine.core.errors import UnknownTable
 from airflow_cdc_provider.engine.core.record import Mode, Target
 from airflow_cdc_provider.engine.postgres.column_text import text_of
@@ -33,7 +33,7 @@ from airflow_cdc_provider.engine.postgres.connection import Connection, rows
 
 _OF_EVENTS = ("_op", "_commit_lsn", "_seq", "_before", "_unchanged")
 _FETCH = "FETCH 10000 FROM shown"
-_LAST = sql.SQL("9223372036854775807")  # rows without a sequence number sort after those that have one
+_LAST = sql.SQL("9223372036854775807")  # rows without a sequence number sort last
 _FOLD = sql.SQL(
     """
     WITH halves AS (
@@ -58,7 +58,7 @@ _ALIVE = sql.SQL(
         SELECT _commit_lsn, coalesce(_seq, {last}) FROM {target} WHERE _op = 't' ORDER BY 1 DESC, 2 DESC LIMIT 1
     ), true)"""
 )
-# The greatest pair of event number and hash has the hash that was sent last.
+# The greatest pair of event number and hash contains the hash that was sent last.
 _CELL = sql.SQL("CASE WHEN {last} IS NULL THEN {unknown} ELSE ({last})[2]::text END")
 _SENT_LAST = sql.SQL("max(ARRAY[n, {hash}]) FILTER (WHERE written AND {name} <> ALL (unchanged))")
 
@@ -73,11 +73,11 @@ def mirror_sides(source: Connection, sink: Connection, target: Target) -> Sides:
     content, cells = whole_content(table, hashed)
     copy = sql.Identifier(target.schema, target.name)
 
-    def select(keys: Sequence[Key] | None) -> sql.Composable:
+    def select(keys: Sequence[RowKey] | None) -> sql.Composable:
         return rows_of(table, copy, content, "NULL::text", [], types, keys)
 
     original = source_side(source, table, content, cells, hashed)
-    return Sides(table, original, Relation(sink, copy, select, cells, hashed), buckets_of(source, table))
+    return Sides(table, original, PostgresSide(sink, copy, select, cells, hashed), buckets_of(source, table))
 
 
 def changelog_sides(source: Connection, sink: Connection, target: Target) -> Sides:
@@ -101,7 +101,7 @@ def changelog_sides(source: Connection, sink: Connection, target: Target) -> Sid
     )
     wanted = text_array(sql.SQL(f"texts ->> {place}") for place in range(len(table.key)))
 
-    def select(keys: Sequence[Key] | None) -> sql.Composable:
+    def select(keys: Sequence[RowKey] | None) -> sql.Composable:
         written, erased = (sql.SQL("true") if keys is None else among(k, wanted, keys) for k in (key, old_key))
         fold = _FOLD.format(
             target=log,
@@ -118,11 +118,13 @@ def changelog_sides(source: Connection, sink: Connection, target: Target) -> Sid
 
     content, cells = content_of_cells(table, hashed)
     original = source_side(source, table, content, cells, hashed)
-    return Sides(table, original, Relation(sink, log, select, cells, hashed), buckets_of(source, table))
+    return Sides(table, original, PostgresSide(sink, log, select, cells, hashed), buckets_of(source, table))
 
 
-def target_rows(sink: Connection, target: Target, mode: Mode, keys: Sequence[Key] | None) -> Iterator[pa.RecordBatch]:
-    """A target's rows as texts, see :data:`.fetched_side.Rows`.
+def target_rows(
+    sink: Connection, target: Target, mode: Mode, keys: Sequence[RowKey] | None
+) -> Iterator[pa.RecordBatch]:
+    """Yield a target's rows as texts, see :data:`.fetched_side.Rows`.
 
     :raises UnknownTable: when the target or one of its columns does not exist.
     """
@@ -144,7 +146,7 @@ def target_rows(sink: Connection, target: Target, mode: Mode, keys: Sequence[Key
 
 
 def _target_types(sink: Connection, target: Target, more: Sequence[str]) -> dict[str, str]:
-    """The types of the target's columns, of which the table's and ``more`` must exist."""
+    """Return the types of the target's columns; those of the table and ``more`` must exist."""
     types = dict(
         rows(
             sink,
@@ -159,6 +161,6 @@ def _target_types(sink: Connection, target: Target, more: Sequence[str]) -> dict
         what = f"has no column {', '.join(absent)}" if types else "does not exist"
         raise UnknownTable(
             f"the target table {target.schema}.{target.name} of {target.table.label} {what}",
-            "Run `airflow-cdc snapshot` if it was never copied, `airflow-cdc resnapshot` if it was changed since.",
+            "Run `airflow-cdc snapshot` if it was never copied, or `airflow-cdc resnapshot` if it was changed since.",
         )
     return types

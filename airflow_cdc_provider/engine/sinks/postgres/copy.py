@@ -1,8 +1,8 @@
-"""COPY into Postgres: as another server has written it, or from Arrow, without a loop per row.
+"""Copies rows into Postgres with COPY: output of another server's COPY, or Arrow batches without a loop per row.
 
-The server reads its text format faster than CSV, so batches in which no value needs quotes or escapes go as that. The
-loop's exception are large rows: each is copied by a statement of its own, in slices. The server limits a row's length
-as CSV, and a second copy of it in memory would be one too many.
+The server reads its text format faster than CSV, so batches whose values need no quotes or escapes are sent as text.
+Large rows are the exception: each is copied by a separate statement, in slices. The server limits a row's length as
+CSV, and a second copy of the row in memory would be too much.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from psycopg2 import sql
 
 from airflow_cdc_provider.engine.postgres.connection import Connection, rows
 
-# Every value is quoted and a NULL is not, so that '' and NULL stay apart.
+# Every value is quoted and NULL is not, so that '' and NULL differ.
 _CSV = pa_csv.WriteOptions(include_header=False, quoting_style="all_valid")
-# It refuses values with tabs, line ends or double quotes; a backslash or a value of no length it does not see.
+# This format refuses values with tabs, line ends or double quotes, but not backslashes or empty values.
 _TEXT = pa_csv.WriteOptions(include_header=False, quoting_style="none", delimiter="\t")
 _TEXT_FORMAT = sql.SQL("FORMAT text, NULL ''")
-# Not among them, beside what is rare: money, which is of a locale; interval, whose infinities older versions take for
-# numbers; xml, which names an encoding.
+# Rare types are omitted, and three others: money depends on a locale; older versions read infinities of interval as
+# numbers; xml names an encoding.
 _SAME_EVERYWHERE = frozenset(
     oid
     for name in (
@@ -42,7 +42,7 @@ _SAME_EVERYWHERE = frozenset(
 _READ_BYTES = 1 << 20
 _LARGE_BYTES = 4 << 20
 _BACKSLASH = 0x5C
-# In place of double quotes, each of which would count twice. Text rarely has any of these.
+# Used instead of double quotes, each of which would be doubled. Text rarely contains any of these.
 _QUOTES = "\x01\x02\x1e\x1f"
 
 
@@ -53,8 +53,8 @@ def copy_batches(
 
     :param table: the table's quoted name.
     :param columns: names of the table's columns, in the order of the batches' columns.
-    :param batches: text is parsed by the server as each column's type; other types are written as text.
-    :returns: rows copied.
+    :param batches: texts are parsed by the server as each column's type; other types are written as text.
+    :returns: number of copied rows.
     """
     names = sql.SQL(", ").join(map(sql.Identifier, columns))
     statement = sql.SQL("COPY {} ({}) FROM STDIN ({})")
@@ -80,13 +80,13 @@ def copy_written(
     written: Iterator[bytes],
     binary: bool = False,
 ) -> int:
-    """Copy what another server has written, within the connection's transaction.
+    """Copy output of another server's COPY, within the connection's transaction.
 
     :param table: the table's quoted name.
-    :param columns: names of the table's columns, in the order of those that are written.
-    :param written: rows as COPY has written them, some bytes at a time.
-    :param binary: in COPY's binary format, for which :func:`takes_binary` has to be true; else as text.
-    :returns: rows copied.
+    :param columns: names of the table's columns, in the order of the written ones.
+    :param written: output of COPY, some bytes at a time.
+    :param binary: in COPY's binary format, which requires that :func:`takes_binary` is true; otherwise as text.
+    :returns: number of copied rows.
     """
     names = sql.SQL(", ").join(map(sql.Identifier, columns))
     statement = sql.SQL("COPY {} ({}) FROM STDIN (FORMAT {})")
@@ -94,17 +94,18 @@ def copy_written(
 
 
 def takes_binary(connection: Connection, table: sql.Composable, oids: Mapping[str, int]) -> bool:
-    """Whether a table can be given another server's values as they stand in COPY's binary format.
+    """Return whether a table can receive another server's values in COPY's binary format.
 
-    That names no types: a number would be taken for a date of as many bytes. So the table's columns must have the very
-    types of the values, and types that all versions write and read alike. They keep them until the transaction ends.
+    That format contains no types: a number would be read as a date with the same number of bytes. So the table's
+    columns must have exactly the types of the values, and all versions must write and read these types alike. The
+    columns keep their types until the transaction ends.
 
     :param table: the table's quoted name.
-    :param oids: types of the values by the names of their columns.
+    :param oids: types of the values, by name of the column.
     """
     if not _SAME_EVERYWHERE.issuperset(oids.values()):
         return False
-    rows(connection, sql.SQL("SELECT FROM {} LIMIT 0").format(table))  # locks it as a reader does
+    rows(connection, sql.SQL("SELECT FROM {} LIMIT 0").format(table))  # locks the table like a reader
     query = "SELECT attname::text, atttypid::int8 FROM pg_attribute WHERE attrelid = to_regclass(%s)"
     found = dict(rows(connection, query, [table.as_string(connection)]))
     return all(found.get(name) == oid for name, oid in oids.items())
@@ -113,22 +114,22 @@ def takes_binary(connection: Connection, table: sql.Composable, oids: Mapping[st
 def copy_stream(connection: Connection, statement: sql.Composable, chunks: Iterator[bytes]) -> int:
     """Run a COPY FROM STDIN, within the connection's transaction.
 
-    :param chunks: none of them empty.
-    :returns: rows copied.
+    :param chunks: non-empty chunks.
+    :returns: number of copied rows.
     """
     with connection.cursor() as cursor:
         stream = _Stream(chunks)
         try:
             cursor.copy_expert(statement, stream, size=_READ_BYTES)
         except psycopg2.Error:
-            if stream.failure is not None:  # COPY wraps it into an error of its own
+            if stream.failure is not None:  # COPY wraps it into another error
                 raise stream.failure from None
             raise
         return cursor.rowcount
 
 
 class _Stream(io.RawIOBase):
-    """A readable file of some chunks; each read returns the next one."""
+    """A readable file of chunks; each read returns the next one."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         super().__init__()
@@ -151,7 +152,7 @@ def _texts(batch: pa.RecordBatch) -> list[pa.Array]:
 
 
 def _data(text: pa.Array) -> npt.NDArray[np.uint8]:
-    """The bytes of all values of a column of text."""
+    """Return the bytes of all values of a text column."""
     _, offsets, data = text.buffers()
     if data is None:
         return np.empty(0, np.uint8)
@@ -161,7 +162,7 @@ def _data(text: pa.Array) -> npt.NDArray[np.uint8]:
 
 
 def _single_out(batch: pa.RecordBatch) -> Iterator[tuple[bool, pa.RecordBatch]]:
-    """Cut a batch into its large rows, each alone, and runs of the others; true for the large ones."""
+    """Yield a batch as single large rows (true), and as runs of the other rows (false)."""
     start = 0
     if batch.nbytes >= _LARGE_BYTES:
         lengths = (pc.fill_null(pc.binary_length(text), 0).to_numpy().astype(np.int64) for text in _texts(batch))
@@ -180,9 +181,9 @@ def _csv_format(quote: str) -> sql.Composable:
 
 
 def _encoded(batch: pa.RecordBatch) -> tuple[bool, pa.Buffer]:
-    """The rows of a batch as COPY takes them; true for the text format, false for CSV."""
+    """Return the rows of a batch for COPY; true for the text format, false for CSV."""
     texts = _texts(batch)
-    # What has no length would be read as NULL, and a backslash as the beginning of an escape.
+    # An empty value would be read as NULL, and a backslash as the start of an escape.
     if not any(pc.min(pc.binary_length(text)).as_py() == 0 or (_data(text) == _BACKSLASH).any() for text in texts):
         with suppress(pa.ArrowInvalid):
             return True, _csv(batch, _TEXT)
@@ -196,7 +197,9 @@ def _csv(batch: pa.RecordBatch, options: pa_csv.WriteOptions) -> pa.Buffer:
 
 
 def _choose_quote(row: pa.RecordBatch) -> str:
-    """A character that does not stand in the row, so that the row is hardly longer as CSV; or else the rarest."""
+    """Return a quote character that is absent from the row, so that its CSV is hardly longer; otherwise
+    the rarest one.
+    """
     texts = [column.cast(pa.large_string()) for column in row.columns]
     counts = {}
     for quote in _QUOTES:
@@ -207,7 +210,7 @@ def _choose_quote(row: pa.RecordBatch) -> str:
 
 
 def _row_csv(row: pa.RecordBatch, quote: bytes) -> Iterator[bytes]:
-    """The CSV of one row."""
+    """Yield the CSV of one row."""
     for number, column in enumerate(row.columns):
         if number:
             yield b","
@@ -221,7 +224,7 @@ def _row_csv(row: pa.RecordBatch, quote: bytes) -> Iterator[bytes]:
 
 
 def _slices(buffer: pa.Buffer) -> Iterator[bytes]:
-    """Copies of a buffer's bytes, some at a time."""
+    """Yield copies of a buffer's bytes, some at a time."""
     view = memoryview(buffer)
     for at in range(0, len(view), _READ_BYTES):
         yield bytes(view[at : at + _READ_BYTES])

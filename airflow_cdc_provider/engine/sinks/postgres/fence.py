@@ -1,4 +1,6 @@
-"""That one run at a time writes to a Postgres sink: transactions that check the epoch, and sessions that are ended."""
+"""Ensures that only one run at a time writes to a Postgres sink: transactions check the epoch, and old sessions are
+ended.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,9 @@ from airflow_cdc_provider.engine.sinks.transactional.reads import TransactionalS
 from airflow_cdc_provider.engine.sinks.transactional.record import Lock
 
 LOCK_SECONDS = 60.0
-"""How long a transaction in the sink waits for a lock."""
+"""Seconds that a transaction in the sink waits for a lock."""
 COMMIT_SECONDS = 30.0
-"""How long a commit in flight is waited for: when the epoch is taken, until its session is ended; then, for its end."""
+"""Seconds to wait for a commit in flight when the epoch is taken, until its session is ended; and again for its end."""
 _CLAUSES: dict[Lock, str] = {
     "stage": "FOR KEY SHARE",
     "share": "FOR SHARE",
@@ -41,8 +43,8 @@ _CLAUSES: dict[Lock, str] = {
     "alone": "FOR UPDATE",
 }
 _NAME_BYTES = 63
-"""What the server keeps of an application name."""
-# Who holds a lock that can stop us: of rows, or of the whole table. What only reads does not.
+"""Bytes of an application name that the server keeps."""
+# Holders of locks that can block the sink, on rows or the whole table; read locks cannot.
 _LOCK_HOLDERS = f"""{HOLDERS}
   AND l.relation IN (SELECT to_regclass(format('%%I.%%I', target_schema, target_table))
                      FROM airflow_cdc.tables WHERE pipeline = %s
@@ -54,7 +56,7 @@ LIMIT 10
 
 @dataclass(frozen=True)
 class PostgresFence(TransactionalSink[Connection]):
-    """See :class:`.CommitRecord`: the epoch, and who has it."""
+    """The part of a Postgres sink that manages the epoch, see :class:`.CommitRecord`."""
 
     dsn: str = field(repr=False)
     pipeline: str
@@ -69,10 +71,10 @@ class PostgresFence(TransactionalSink[Connection]):
     def _next_epoch(self, owner: str, at_least: int) -> int:
         with self._transaction() as connection:
             self._limit_waiting(connection)
-            # UPDATE, of columns that are no key, would not wait for pieces that are being staged.
+            # UPDATE of columns outside the key would not wait for pieces that are being staged.
             rows(connection, "SELECT FROM airflow_cdc.pipelines WHERE pipeline = %s FOR UPDATE", [self.pipeline])
-            # By the clock, so that no epoch comes twice: a record that is restored or made anew would count again from
-            # where it has been, and a run of then could commit under the epoch of one of now.
+            # Taken from the clock, so that no epoch repeats. A restored or recreated record would count from an earlier
+            # number, and an old run could commit under the epoch of a current one.
             query = (
                 "UPDATE airflow_cdc.pipelines SET owner = %s,"
                 " epoch = greatest(epoch + 1, (extract(epoch FROM clock_timestamp()) * 1000)::bigint, %s)"
@@ -85,29 +87,29 @@ class PostgresFence(TransactionalSink[Connection]):
         rows(connection, "SELECT set_config('lock_timeout', %s, true)", [f"{int(COMMIT_SECONDS * 1000)}ms"])
 
     def end_sessions(self) -> None:
-        """See :meth:`.contract.CommitRecord.end_sessions`."""
-        # The names of the parts begin with that of the pipeline, which has no space.
+        """End open sessions of the part, or of the whole pipeline."""
+        # The names of the parts begin with the pipeline's name, which has no space.
         theirs = (
             "FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
             " AND (application_name = %(name)s OR starts_with(application_name, %(name)s || ' '))"
         )
         values = {"name": self._application, "wait": int(COMMIT_SECONDS * 1000)}
         with self._asked() as connection:
-            # All are told before the first is waited for: one in the midst of its commit still commits.
+            # All are signaled before the first is awaited; a session in the middle of its commit still commits.
             rows(connection, f"SELECT pg_terminate_backend(pid) {theirs}", values)
             rows(connection, f"SELECT pg_terminate_backend(pid, %(wait)s) {theirs}", values)
             left = rows(connection, f"SELECT pid {theirs}", values)
         if left:
             pids = ", ".join(str(pid) for (pid,) in left)
             raise Blocked(
-                f"sessions {pids} of this pipeline in {describe(self.dsn)} have not ended within {COMMIT_SECONDS:g}"
-                " seconds of being told to, and may still commit",
-                "Look what they wait for (wait_event in pg_stat_activity), then start again.",
+                f"sessions {pids} of this pipeline in {describe(self.dsn)} did not end within {COMMIT_SECONDS:g}"
+                " seconds of the request, and may still commit",
+                "Check what they wait for (wait_event in pg_stat_activity), then start again.",
             )
 
     @property
     def _application(self) -> str:
-        """The sessions' name, of the part's own even where the server would cut the part's name off."""
+        """Return the sessions' name, which is unique for the part even if the server would truncate it."""
         name = f"airflow-cdc sink {self.pipeline}"
         if not self.part:
             return name
@@ -116,13 +118,13 @@ class PostgresFence(TransactionalSink[Connection]):
 
     @contextmanager
     def _transaction(self, rehearsal: bool = False, writes: bool = True) -> Iterator[Connection]:
-        """A transaction, which is committed at the end of the block, or for a rehearsal rolled back."""
+        """Open a transaction, which is committed at the end of the block, or rolled back for a rehearsal."""
         settings = {"lock_timeout": f"{int(LOCK_SECONDS * 1000)}ms"}
         name = self._application
         connection = connect(named(self.dsn, name), name, autocommit=False, settings=settings, writes=writes)
         try:
             with _rolled_back_on_failure(connection):
-                # What of a user's constraints can wait is checked at the end.
+                # Deferrable constraints of users are checked at the end.
                 rows(connection, "SET LOCAL synchronous_commit = on; SET CONSTRAINTS ALL DEFERRED")
                 yield connection
                 if rehearsal:
@@ -137,7 +139,7 @@ class PostgresFence(TransactionalSink[Connection]):
             connection.close()
 
     def _refusal(self, error: psycopg2.Error) -> CdcError:
-        """What an error of a transaction says to the user."""
+        """Return the engine's error for an error of a transaction."""
         if isinstance(error, psycopg2.errors.LockNotAvailable):
             return self._blocked(error)
         if isinstance(error, psycopg2.errors.ReadOnlySqlTransaction):
@@ -155,7 +157,7 @@ class PostgresFence(TransactionalSink[Connection]):
 
     @contextmanager
     def _asked(self, settings: Mapping[str, str] | None = None) -> Iterator[Connection]:
-        """An autocommitting connection for questions."""
+        """Open an autocommit connection for queries."""
         with connected(self.dsn, settings=settings) as connection, of_sink(connection, describe(self.dsn)):
             yield connection
 
@@ -163,10 +165,10 @@ class PostgresFence(TransactionalSink[Connection]):
         with connected(self.dsn) as connection:
             recorded = scalar(connection, "SELECT to_regclass('airflow_cdc.tables') IS NOT NULL")
             holders = rows(connection, _LOCK_HOLDERS, [self.pipeline, self._application]) if recorded else []
-        names = "; ".join(name for (name,) in holders) or "nobody any more"
+        names = "; ".join(name for (name,) in holders) or "no session anymore"
         where = f" ({error.diag.context.splitlines()[0]})" if error.diag.context else ""
         return Blocked(
-            f"a lock in {describe(self.dsn)} was not to be had within the lock timeout{where}; locks on the pipeline's"
+            f"could not get a lock in {describe(self.dsn)} within the lock timeout{where}; locks on the pipeline's"
             f" tables are held by: {names}",
             "End these transactions, or wait for them; then start again. Build indexes with CREATE INDEX CONCURRENTLY.",
         )
@@ -181,9 +183,9 @@ class PostgresFence(TransactionalSink[Connection]):
 
 @contextmanager
 def _rolled_back_on_failure(connection: Connection) -> Iterator[None]:
-    """Roll back when the block fails, and raise what it has failed with, also where that has ended the session.
+    """Roll back if the block fails, and raise its error, even if the error has ended the session.
 
-    To close the connection would do it, too, but not wait until the server has let go of the locks.
+    Closing the connection would also roll back, but would not wait until the server has released the locks.
     """
     try:
         yield

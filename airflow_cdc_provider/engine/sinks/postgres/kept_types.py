@@ -1,6 +1,6 @@
-"""Whether a target column gives back every text that its source column writes. Pure decisions.
+"""Decides whether a target column returns exactly the text that its source column writes. Pure decisions.
 
-Input functions of Postgres round, cut and pad without a word: what takes a text need not keep it.
+Input functions of Postgres round, cut and pad silently, so a type that accepts a text need not keep it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _CLOCKS = (
 )
 _FRACTION = 6  # digits of a second that are kept without a modifier
 _DIGITS = {"smallint": 5, "integer": 10, "bigint": 19, "oid": 10}
-# Whole numbers as these write them; `real` has an exponent from a million on, `double precision` from 10^15.
+# Whole numbers in these types' texts; `real` uses an exponent from a million on, `double precision` from 10^15.
 _WIDER = {
     "smallint": ("integer", "bigint", "real", "double precision"),
     "integer": ("bigint", "double precision"),
@@ -27,12 +27,12 @@ _LONGEST = {"boolean": 1, "smallint": 6, "integer": 11, "bigint": 20, "oid": 10,
 
 
 def keeps(source: TypeShape, target: TypeShape) -> bool:
-    """Return whether the text of every value of one type is the text that the other one gives back."""
+    """Return whether the text of every value of one type is also its text in the other type."""
     if target.name in _UNBOUNDED and not (target.own or target.modifier):
         return True
     if source.sort == "array" and target.sort == "array":
         ours, theirs = source.elements[0], target.elements[0]
-        # Elements of `box`, and perhaps those of extensions, have another delimiter than all others.
+        # Elements of `box`, and perhaps those of extensions, have a different delimiter.
         apart = "box" in (ours.name, theirs.name) or (ours.own and ours.sort == "base")
         return keeps(ours, theirs) and (not apart or ours.name == theirs.name)
     if source.sort == "enum" and target.name in _UNBOUNDED and not target.own:
@@ -45,7 +45,7 @@ def keeps(source: TypeShape, target: TypeShape) -> bool:
         return len(source.elements) == len(target.elements) and all(map(keeps, source.elements, target.elements))
     if source.sort == "range":
         return source.name == target.name and source.elements == target.elements
-    if source.own:  # of an extension, whose schema may be another one
+    if source.own:  # of an extension, whose schema may differ
         return source.name == target.name and target.modifier in ("", source.modifier)
     return _keeps_builtin(source, target)
 
@@ -70,17 +70,17 @@ def _keeps_builtin(source: TypeShape, target: TypeShape) -> bool:
 
 
 def _keeps_number(source: TypeShape, target: tuple[int, ...]) -> bool:
-    """Return whether a ``numeric`` of some precision and scale keeps the values of a type."""
+    """Return whether a ``numeric`` with the given precision and scale keeps the values of a type."""
     if source.name in _DIGITS:
         return not target or (target[1] == 0 and _DIGITS[source.name] <= target[0])
     if source.name != "numeric":
         return False
-    # Another scale would write other zeros behind the point, or round.
+    # Another scale would add trailing zeros, or round.
     return not target or (bool(source.numbers) and source.numbers[1] == target[1] and source.numbers[0] <= target[0])
 
 
 def _longest(source: TypeShape) -> int | None:
-    """Return how many characters a value has at most, if that is known."""
+    """Return the maximum number of characters of a value, if it is known."""
     if source.name in ("character varying", "character", *_BITS):
         return source.numbers[0] if source.numbers else None
     return _LONGEST.get(source.name)

@@ -1,16 +1,16 @@
-"""When two keys of a target table are one.
+"""Determines when two keys of a target table are equal.
 
-A key is compared by the operator and the collation of the unique index that stands on it, wherever these live: our
-search path holds ``pg_catalog`` alone, where ``citext`` would be compared as text and ``hstore`` not at all. That
-equality may be coarser than the texts: ``citext`` and nondeterministic collations fold case, ``numeric`` has 1.0 and
-1.00, ``float8`` 0 and -0.
+A key is compared with the operator and collation of its unique index, in any schema. The search path of the sink's
+sessions contains only ``pg_catalog``, where ``citext`` would be compared as text and ``hstore`` not at all. Equality of
+the index may be coarser than that of texts: ``citext`` and nondeterministic collations fold case, ``numeric`` has 1.0
+and 1.00, ``float8`` has 0 and -0.
 
-A row of the source has one text at a time, and every change of it comes as an erase of the old text and a write of
-the new one. Texts are therefore enough to collapse a piece, and to tell rows apart where the target's column is text
-because it lacks the type. Which keys a re-read holds is a matter of the target's equality: it replaces all rows that
-the target takes for one, so that events under any of their spellings are in it. And a target whose equality is
-coarser than the source's, made so by hand, must not lose one row to another: what is erased has to be equal in text
-too, and what is written must not replace a row of another text.
+A row of the source has one text at a time, and every change of its key arrives as an erase of the old text and a write
+of the new one. So texts suffice to collapse a piece, and to distinguish rows if the target's column is text because it
+lacks the type. The target's equality determines the keys of a re-read: the re-read replaces all rows that are equal for
+the target, so that it includes events under any of their spellings. If the target's equality was made coarser than the
+source's by hand, one row must not overwrite another. So erased rows must also be equal in text, and written rows must
+not replace a row with another text.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from psycopg2 import sql
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.postgres.connection import Connection, rows
 
-# Types whose equal values have one text: bool, bytea, name, int8, int2, int4, text, oid, varchar, date, timestamp,
+# Types whose equal values have equal texts: bool, bytea, name, int8, int2, int4, text, oid, varchar, date, timestamp,
 # timestamptz, uuid.
 _EXACT = [16, 17, 19, 20, 21, 23, 25, 26, 1043, 1082, 1114, 1184, 2950]
 
-# A type's name with the modifier -1, as without one `character` means a length of one.
+# Type names have the modifier -1, because `character` without one means a length of one.
 _KEYS = """
 SELECT asked.label, found.* FROM (
     SELECT label, relation, ARRAY(SELECT jsonb_array_elements_text(names)) AS names
@@ -70,9 +70,9 @@ ORDER BY asked.label, found.position
 class KeyColumn:
     """A key column of a target table.
 
-    :param type: without a modifier, as a cast takes it.
-    :param operator: the equality of the unique index, as ``OPERATOR()`` takes it.
-    :param collation: that index's collation, ``None`` where the type has none.
+    :param type: the type without a modifier, for a cast.
+    :param operator: the equality operator of the unique index, for ``OPERATOR()``.
+    :param collation: the index's collation, ``None`` if the type has none.
     :param exact: whether equal values have equal texts.
     """
 
@@ -82,11 +82,11 @@ class KeyColumn:
     exact: bool
 
     def cast(self, text: sql.Composable) -> sql.Composable:
-        """A text as a value of the column's type."""
+        """Return a text cast to the column's type."""
         return sql.SQL("{}::{}").format(text, sql.SQL(self.type))
 
     def equal(self, ours: sql.Composable, theirs: sql.Composable) -> sql.Composable:
-        """The condition that the target takes two values for one."""
+        """Return the condition that two values are equal for the target."""
         condition = sql.SQL("{} OPERATOR({}) {}").format(ours, sql.SQL(self.operator), theirs)
         return condition if self.collation is None else condition + sql.SQL(" COLLATE ") + sql.SQL(self.collation)
 
@@ -99,31 +99,31 @@ class TargetKey:
 
     @classmethod
     def of_all(cls, connection: Connection, targets: Iterable[Target]) -> dict[str, TargetKey]:
-        """Ask the target's catalog for the keys of target tables, by label; to plan the query takes milliseconds."""
+        """Return the keys of target tables by label, with one query; planning it takes milliseconds."""
         asked = []
         keys: dict[str, list[KeyColumn]] = {}
         for target in targets:
             relation = sql.Identifier(target.schema, target.name).as_string(connection)
             asked.append({"label": target.table.label, "relation": relation, "names": list(target.table.key)})
             keys[target.table.label] = []
-        # A database without an encoding knows no escapes but those of ASCII.
+        # A database without an encoding supports only ASCII escapes.
         parameters = {"asked": json.dumps(asked, ensure_ascii=False), "exact": _EXACT}
         for label, _, *column in rows(connection, _KEYS, parameters) if asked else ():
             keys[label].append(KeyColumn(*column))
         return {label: cls(tuple(columns)) for label, columns in keys.items()}
 
     def equal(self, ours: Sequence[sql.Composable], theirs: Sequence[sql.Composable]) -> sql.Composable:
-        """The condition that the target takes two keys for one."""
+        """Return the condition that two keys are equal for the target."""
         triples = zip(self.columns, ours, theirs, strict=True)
         return sql.SQL(" AND ").join(column.equal(our, their) for column, our, their in triples)
 
     def same(self, ours: Sequence[sql.Composable], theirs: Sequence[sql.Composable]) -> sql.Composable:
-        """The condition that two keys are one and have the same texts."""
+        """Return the condition that two keys are equal and have the same texts."""
         texts = [sql.SQL("format('%s', {}) = format('%s', {})").format(*pair) for pair in self._inexact(ours, theirs)]
         return sql.SQL(" AND ").join([self.equal(ours, theirs), *texts])
 
     def differ(self, ours: Sequence[sql.Composable], theirs: Sequence[sql.Composable]) -> sql.Composable | None:
-        """The condition that the texts of two keys differ; ``None`` when those of equal keys cannot."""
+        """Return the condition that the texts of two keys differ; ``None`` if the texts of equal keys cannot differ."""
         texts = [sql.SQL("format('%s', {}) <> format('%s', {})").format(*pair) for pair in self._inexact(ours, theirs)]
         return sql.SQL("({})").format(sql.SQL(" OR ").join(texts)) if texts else None
 
@@ -134,9 +134,9 @@ class TargetKey:
         return ((our, their) for column, our, their in triples if not column.exact)
 
     def given(self, alias: str, texts: Iterable[Sequence[str]]) -> tuple[sql.Composable, list[sql.Composable]]:
-        """Keys that are given as texts, one sequence a column.
+        """Return a relation of keys that are given as texts, one sequence per column.
 
-        :returns: them as a relation with a ``position`` from 1, and the expressions of their values.
+        :returns: the relation, with a ``position`` from 1, and the expressions of the values.
         """
         arrays = sql.SQL(", ").join(sql.SQL("{}::text[]").format(sql.Literal(list(column))) for column in texts)
         names = sql.SQL(", ").join(sql.SQL(f"k{n}") for n in range(len(self.columns)))

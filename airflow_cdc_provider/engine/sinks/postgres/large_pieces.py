@@ -1,7 +1,8 @@
-"""Pieces of the log that are too large to pass through Spark's JVM, kept in the sink between the reader and a task.
+"""Keeps pieces of the log that are too large for Spark's JVM in the sink, between the reader and a task.
 
-Whoever stages has to reach the sink anyway, so nothing else has to be reached, granted or encrypted. A deposit is an
-unlogged table of fragments, written whole or not at all, and empty after a crash of the server, which its size tells.
+A staging task must reach the sink anyway, so no other service has to be reachable, authorized or encrypted. A deposit
+is an unlogged table of fragments, written completely or not at all. After a crash of the server it is empty, which its
+size reveals.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from airflow_cdc_provider.engine.sinks.postgres.copy import copy_stream
 
 _FRAGMENT_BYTES = 1 << 20
 
-# The binary format of COPY: a signature with flags and the length of an extension, and what stands in place of a row.
+# The binary format of COPY: a signature with flags and the length of an extension, and the marker after the last row.
 _HEADER = b"PGCOPY\n\xff\r\n\0" + struct.pack(">ii", 0, 0)
 _TRAILER = struct.pack(">h", -1)
 
 
 def write_deposit(connection: Connection, table: sql.Composable, data: bytes | bytearray) -> None:
-    """Create a table of the fragments of ``data``.
+    """Create a table with the fragments of ``data``.
 
     :param table: its quoted name.
     """
@@ -30,7 +31,7 @@ def write_deposit(connection: Connection, table: sql.Composable, data: bytes | b
         connection,
         sql.SQL(
             "CREATE UNLOGGED TABLE {table} (number bigint, fragment bytea) WITH (autovacuum_enabled = off);"
-            # It is read once: to compress it would take longer than to write it.
+            # It is read once; compressing it would take longer than writing it.
             "ALTER TABLE {table} ALTER COLUMN fragment SET STORAGE EXTERNAL"
         ).format(table=table),
     )
@@ -47,10 +48,10 @@ def _encoded(data: bytes | bytearray) -> Iterator[bytes]:
 
 
 def read_deposit(connection: Connection, table: sql.Composable, size: int) -> bytearray:
-    """Put the fragments of a deposit together again.
+    """Return the data of a deposit, put together from its fragments.
 
-    :param size: bytes that were deposited.
-    :returns: what is there of it.
+    :param size: number of deposited bytes.
+    :returns: the existing bytes.
     """
     data, end = bytearray(size), 0
     exists = scalar(connection, "SELECT to_regclass(%s)", [table.as_string(connection)]) is not None

@@ -1,7 +1,7 @@
-"""Looks up what makes a target table refuse, or swallow, what the sink will do, before anything is written.
+"""Finds reasons why a target table would refuse or change the sink's rows, before anything is written.
 
-An *obstacle* is sure to: a rule, a column that the target computes, a view. What may, depending on the rows, or lets
-others run code as the sink's role, is a *caution*: preflight warns of it.
+An *obstacle* certainly does so: a rule, a generated column, a view. A *caution* may do so, depending on the rows, or
+allows others to run code as the sink's role; preflight warns of it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SELECT a.n, y.typtype = 'd' FROM asked a JOIN pg_namespace s ON s.nspname = a.sp
 JOIN pg_type y ON y.typnamespace = s.oid AND y.typname = a.name AND y.typrelid = 0 AND y.typelem = 0
 WHERE a.root IS NULL
 """
-# That a rule for UPDATE is disabled does not matter to ON CONFLICT.
+# For ON CONFLICT, a disabled rule for UPDATE counts too.
 _RULES = f"""{_ASKED}
 SELECT a.n, r.rulename::text FROM asked a JOIN pg_rewrite r ON r.ev_class = a.root
 WHERE (r.ev_type IN ('2', '3') OR r.ev_type = '4' AND %(mode)s = 'mirror')
@@ -99,10 +99,10 @@ _OPTIONAL = frozenset({"_xid", "_commit_ts", "_before", "_unchanged"})
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Something about a target table that stands in the way.
+    """A problem of a target table.
 
     :param what: a clause whose subject is the table.
-    :param remedy: what to do, a statement for the target where there is one.
+    :param remedy: what to do; a statement for the target, if there is one.
     """
 
     target: Target
@@ -114,7 +114,7 @@ class Obstacle:
 def require_clear(obstacles: Sequence[Obstacle]) -> None:
     """Refuse targets with obstacles.
 
-    :raises TargetConflict: naming them all; ForeignTable, when the first lies in the key.
+    :raises TargetConflict: naming all obstacles; ForeignTable, if the first one concerns the key.
     """
     if obstacles:
         shown = "; ".join(f"{o.target.schema}.{o.target.name} {o.what}" for o in obstacles)
@@ -124,8 +124,8 @@ def require_clear(obstacles: Sequence[Obstacle]) -> None:
 
 
 def find_obstacles(connection: Connection, targets: Sequence[Target], mode: Mode) -> list[Obstacle]:
-    """Look up what the sink's statements would fail on, or be changed by."""
-    look = _Look(connection, targets, mode)
+    """Return reasons why the sink's statements would fail or be changed."""
+    look = _TargetQueries(connection, targets, mode)
     found = [*look.relations(), *look.namesakes(), *look.rules()]
     found += look.keys() if mode == "mirror" else look.unique_events()
     found += look.columns()
@@ -133,19 +133,19 @@ def find_obstacles(connection: Connection, targets: Sequence[Target], mode: Mode
 
 
 def find_cautions(connection: Connection, targets: Sequence[Target], mode: Mode) -> list[str]:
-    """Look up what may stand in the way of some rows, as clauses that name the table."""
-    look = _Look(connection, targets, mode)
+    """Return conditions that may refuse some rows, as clauses that name the table."""
+    look = _TargetQueries(connection, targets, mode)
     return [*look.partitions(), *look.stricter_columns(), *look.row_by_row()]
 
 
 def find_code_of_others(connection: Connection, targets: Sequence[Target], mode: Mode) -> list[str]:
-    """Look up triggers, and owners who can make some: they run as the role of the sink."""
-    look = _Look(connection, targets, mode)
+    """Return triggers, and owners who can create them; triggers run as the sink's role."""
+    look = _TargetQueries(connection, targets, mode)
     return [*look.triggers(), *look.owners()]
 
 
-class _Look:
-    """Questions about some target tables, as far as they exist; each is one query."""
+class _TargetQueries:
+    """Queries about some target tables, if they exist; each runs once."""
 
     def __init__(self, connection: Connection, targets: Sequence[Target], mode: Mode) -> None:
         self._connection = connection
@@ -156,7 +156,7 @@ class _Look:
             {"n": n, "relation": names[n], "space": target.schema, "name": target.name}
             for n, target in enumerate(targets)
         ]
-        # A database without an encoding knows no escapes but those of ASCII.
+        # A database without an encoding supports only ASCII escapes.
         self._parameters = {"asked": json.dumps(asked, ensure_ascii=False), "mode": mode}
         self._null_refused: dict[str, bool] = {}
         self._answers: dict[str, list[tuple[Any, ...]]] = {}
@@ -171,23 +171,23 @@ class _Look:
             yield (self._targets[n], *values)
 
     def _gathered(self, query: str) -> list[tuple[Target, list[tuple[Any, ...]]]]:
-        """Answers by their target."""
+        """Return answers grouped by target."""
         found = [(target, rest) for target, *rest in self._ask(query)]
         groups = groupby(found, key=lambda each: id(each[0]))
         return [(each[0][0], [tuple(rest) for _, rest in each]) for each in (list(group) for _, group in groups)]
 
     def relations(self) -> Iterator[Obstacle]:
-        """What is no table that holds its rows, alone and for good."""
+        """Yield targets that are not permanent tables with only their own rows."""
         for target, name, is_root, kind, persistence, is_partition, _, _, published in self._ask(_RELATIONS):
             what = "" if is_root else f"has the partition {name}, which "
             if kind in _KINDS:
                 yield Obstacle(target, f"{what}is {_KINDS[kind]}", f"Drop or rename {name}.")
             elif persistence != "p":
                 remedy = f"ALTER TABLE {name} SET LOGGED;"
-                yield Obstacle(target, f"{what}is not logged, and empty after a crash of the server", remedy)
+                yield Obstacle(target, f"{what}is not logged, so it is empty after a crash of the server", remedy)
             elif not is_root and not is_partition:
                 remedy = f"ALTER TABLE {name} NO INHERIT {self._quoted(target.schema, target.name)};"
-                yield Obstacle(target, f"has the child {name} by inheritance, whose rows are its rows, too", remedy)
+                yield Obstacle(target, f"has the inheritance child {name}, whose rows also appear in it", remedy)
             elif published and self._mode == "mirror":
                 yield Obstacle(
                     target,
@@ -199,41 +199,41 @@ class _Look:
                 yield Obstacle(target, "is partitioned and has no partition", "Create its partitions.")
 
     def namesakes(self) -> Iterator[Obstacle]:
-        """Types whose names the tables' row types would have."""
+        """Yield targets whose row types would have the name of an existing type."""
         for target, is_domain in self._ask(_TYPES):
             name = self._quoted(target.schema, target.name)
             statement = f"ALTER {'DOMAIN' if is_domain else 'TYPE'} {name} RENAME TO {self._quoted(target.name + '_')};"
-            yield Obstacle(target, "cannot be created, as there is a type of that name", statement)
+            yield Obstacle(target, "cannot be created because a type of that name exists", statement)
 
     def rules(self) -> Iterator[Obstacle]:
         for target, rule in self._ask(_RULES):
             name = self._quoted(target.schema, target.name)
-            what = f"has the rule {rule}, which would change what the sink does"
+            what = f"has the rule {rule}, which would change the sink's statements"
             yield Obstacle(target, what, f"DROP RULE {self._quoted(rule)} ON {name};")
 
     def columns(self) -> Iterator[Obstacle]:
-        """Columns that take no values, or demand some that nobody has."""
+        """Yield columns that accept no values, or require values that are missing."""
         for target, column, not_null, is_filled, generated, identity, domain in self._ask(_COLUMNS):
             names = {each.name for each in target.table.columns}
             ours = _REQUIRED | _OPTIONAL if self._mode == "changelog" else frozenset()
             alter = f"ALTER TABLE {self._quoted(target.schema, target.name)} ALTER COLUMN {self._quoted(column)}"
             if generated:
                 if column in names | ours:
-                    what = f"generates the column {column}, which takes no values of the source"
+                    what = f"generates the column {column}, so it cannot have the source's values"
                     yield Obstacle(target, what, f"{alter} DROP EXPRESSION;")
                 continue
             if column in names | ours:
                 null_comes = self._mode == "changelog" and column not in _REQUIRED
-                why = "whose deletes and truncates have none" if column in names else "which not all events have"
+                why = "which deletes and truncates do not have" if column in names else "which not all events have"
             else:
                 null_comes, why = not is_filled, "which the source does not have, and has no default"
             if null_comes and not_null:
                 drop = "DROP IDENTITY IF EXISTS, " if identity else ""
                 statement = f"{alter} {drop and drop + f'ALTER COLUMN {self._quoted(column)} '}DROP NOT NULL;"
-                yield Obstacle(target, f"demands values of the column {column}, {why}", statement)
+                yield Obstacle(target, f"requires values in the column {column}, {why}", statement)
             elif null_comes and domain is not None and self._refuses_null(domain):
-                what = f"has the column {column} of the domain {domain}, which takes no NULL, {why}"
-                yield Obstacle(target, what, f"Let {domain} take NULL (ALTER DOMAIN), or give the column another type.")
+                what = f"has the column {column} of the domain {domain}, which forbids NULL, {why}"
+                yield Obstacle(target, what, f"Allow NULL in {domain} (ALTER DOMAIN), or give the column another type.")
 
     def _refuses_null(self, domain: str) -> bool:
         if domain not in self._null_refused:
@@ -246,7 +246,7 @@ class _Look:
         return self._null_refused[domain]
 
     def keys(self) -> Iterator[Obstacle]:
-        """Keys of mirrors without an index by which ON CONFLICT finds rows."""
+        """Yield keys of mirrors without a unique index that ON CONFLICT can use."""
         unique = {target.table.label: indexes for target, indexes in self._gathered(_INDEXES)}
         for target, _, is_root, kind, *_ in self._ask(_RELATIONS):
             if not is_root or kind not in ("r", "p") or not target.table.key:
@@ -262,7 +262,7 @@ class _Look:
                 finds |= not any(trouble.values())
                 if any(trouble.values()):
                     reasons.append(f"{name} is {' and '.join(word for word, applies in trouble.items() if applies)}")
-                if not immediate:  # ON CONFLICT takes it too, beside one that would do, and fails
+                if not immediate:  # ON CONFLICT would also choose this index next to a valid one, and fail
                     drops.append(f"{alter} DROP CONSTRAINT {constraint};")
             if finds and not drops:
                 continue
@@ -270,39 +270,37 @@ class _Look:
             add = f"{alter} ADD UNIQUE ({', '.join(map(self._quoted, target.table.key))});"
             yield Obstacle(
                 target,
-                f"exists, but has no unique key on ({key}) that finds rows{''.join(f'; {each}' for each in reasons)}",
-                " ".join(
-                    ["Drop the table, so that it is created as it has to be; or:", *drops, *([] if finds else [add])]
-                ),
+                f"exists, but has no usable unique key on ({key}){''.join(f'; {each}' for each in reasons)}",
+                " ".join(["Drop the table, so that it is created correctly; or:", *drops, *([] if finds else [add])]),
                 ForeignTable,
             )
 
     def unique_events(self) -> Iterator[Obstacle]:
-        """Unique indexes of changelogs that a row's second event breaks."""
+        """Yield unique indexes of changelogs that a row's second event would violate."""
         for target, indexes in self._gathered(_INDEXES):
             captured = {column.name for column in target.table.columns}
             for name, is_unique, _, _, partial, _, constraint, columns in indexes:
                 if is_unique and not partial and captured.issuperset(columns):
-                    what = f"has the unique index {name}, but a changelog has many events of a row"
+                    what = f"has the unique index {name}, but a changelog has several events per row"
                     alter = f"ALTER TABLE {self._quoted(target.schema, target.name)} DROP CONSTRAINT {constraint};"
                     yield Obstacle(target, what, alter if constraint else f"DROP INDEX {name};")
 
     def partitions(self) -> Iterator[str]:
         for target, name, is_root, kind, _, is_partition, lacks_default, _, _ in self._ask(_RELATIONS):
             if kind == "p" and lacks_default:
-                yield f"{name} has no DEFAULT partition: a row that no partition takes stops the pipeline"
+                yield f"{name} has no DEFAULT partition: a row outside of all partitions stops the pipeline"
             elif is_root and is_partition:
-                yield f"{target.schema}.{target.name} is a partition: a row out of its bounds stops the pipeline"
+                yield f"{target.schema}.{target.name} is a partition: a row outside of its bounds stops the pipeline"
 
     def stricter_columns(self) -> Iterator[str]:
-        """Columns of mirrors that refuse a NULL which the source may have."""
+        """Yield columns of mirrors that refuse NULLs that the source may have."""
         for target, name, not_null, *_ in self._ask(_COLUMNS) if self._mode == "mirror" else ():
             loose = {column.name for column in target.table.columns if not column.not_null} - set(target.table.key)
             if not_null and name in loose:
-                yield f"{target.schema}.{target.name} takes no NULL in {name}, where the source may have some"
+                yield f"{target.schema}.{target.name} forbids NULL in {name}, but the source allows it"
 
     def row_by_row(self) -> Iterator[str]:
-        """Constraints that rows must meet in the order in which a unit writes them."""
+        """Yield constraints that rows must satisfy in the order in which a unit writes them."""
         names: dict[str, list[str]] = defaultdict(list)
         for target, *index in self._ask(_INDEXES) if self._mode == "mirror" else ():
             name, _, immediate, _, _, deferrable, _, columns = index
@@ -311,7 +309,7 @@ class _Look:
         for target, name in self._ask(_FOREIGN_KEYS):
             names[f"{target.schema}.{target.name}"].append(name)
         for table, each in names.items():
-            yield f"{', '.join(each)} of {table} cannot be deferred, so that rows are checked one by one"
+            yield f"{', '.join(each)} of {table} cannot be deferred, so rows are checked one by one"
 
     def triggers(self) -> Iterator[str]:
         for target, trigger, function in self._ask(_TRIGGERS):
@@ -325,7 +323,7 @@ class _Look:
 
 @contextmanager
 def _tried(connection: Connection) -> Iterator[None]:
-    """Take back whatever happens in the block, in a transaction or without one."""
+    """Roll back everything in the block, within a transaction or outside of one."""
     begin, end = ("BEGIN", "ROLLBACK") if connection.autocommit else ("SAVEPOINT tried", "ROLLBACK TO SAVEPOINT tried")
     rows(connection, begin)
     try:
@@ -335,7 +333,7 @@ def _tried(connection: Connection) -> Iterator[None]:
 
 
 def listed(clauses: Iterable[str], most: int = 20) -> str:
-    """Join clauses, of many the first."""
+    """Join clauses; of many, only the first ones."""
     every = list(clauses)
     rest = f"; and {len(every) - most} more" if len(every) > most else ""
     return "; ".join(every[:most]) + rest

@@ -1,9 +1,9 @@
-"""Rows with so many columns that a table or a statement of Postgres cannot hold all that is staged of them.
+"""Packs rows with more columns than a table or a statement of Postgres can hold in staging.
 
-A table has 1,600 columns at most, a query 1,664, and a row has to fit on a page, in which each value takes up to 18
-bytes although the rest of it stands elsewhere. Beside a table's columns, staging has columns of its own and the old
-row. Where that is too much, the values of one kind are staged as one array of texts, and become values of the target's
-types when they are applied, as those that tables share; see :mod:`.shared_staging`.
+A table has at most 1,600 columns, a query 1,664, and a row must fit on a page, where each value takes up to 18 bytes
+even if it is stored elsewhere. A staging table has additional columns and the old row. If that is too much, the values
+of one kind are staged as one array of texts. They are converted to the target's types when they are applied, as in
+shared staging tables; see :mod:`.shared_staging`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from airflow_cdc_provider.engine.core.record import CHANGELOG_NAMES, Mode, Targe
 from airflow_cdc_provider.engine.postgres.array_text import array_texts
 
 MOST_COLUMNS = 1600
-_MOST_TEXTS = 100  # of the old row beside the new one, as a row has to fit on a page
+_MOST_TEXTS = 100  # of the old row in addition to the new one, because a row must fit on a page
 
 NEW, OLD = "c", "b"
-"""Names of the packed columns, in place of ``c0`` …, the row, and ``b0`` …, the old row."""
+"""Names of the packed columns, in place of ``c0`` … (the row) and ``b0`` … (the old row)."""
 
 
 def pack(rows: pa.Table) -> pa.Table:
-    """Pack the columns of rows to be staged, as far as they are too many."""
+    """Pack the columns of staged rows if there are too many."""
     if len(_numbered(OLD, rows)) > _MOST_TEXTS:
         rows = _packed(OLD, rows)
     return _packed(NEW, rows) if rows.num_columns > MOST_COLUMNS else rows
@@ -45,11 +45,11 @@ def _packed(letter: str, rows: pa.Table) -> pa.Table:
 def unpacked(
     relation: sql.Composable, columns: Sequence[str], types: Mapping[str, str], names: Sequence[str]
 ) -> sql.Composable:
-    """Return a relation in which packed rows have the columns that others have, under an alias's parentheses.
+    """Return a relation, in parentheses, whose packed rows have the same columns as others.
 
-    :param columns: that are staged.
-    :param types: of the target's columns by their names, without modifiers: an assignment brings these in, or refuses.
-    :param names: of the target's columns in their order.
+    :param columns: the staged columns.
+    :param types: types of the target's columns by name, without modifiers; an assignment converts the values, or fails.
+    :param names: names of the target's columns, in order.
     """
     others = [sql.Identifier(name) for name in columns if name != NEW]
     values = [
@@ -60,7 +60,7 @@ def unpacked(
 
 
 def require_width(target: Target, mode: Mode) -> None:
-    """Refuse a table whose target would have more columns than Postgres takes.
+    """Refuse a table whose target would have more columns than Postgres allows.
 
     :raises LimitExceeded: naming the limit.
     """
@@ -68,11 +68,11 @@ def require_width(target: Target, mode: Mode) -> None:
     count = len(target.table.columns)
     if count + ours > MOST_COLUMNS:
         message = (
-            f"{target.table.label} has {count} columns, and its changelog {ours} more; a table of Postgres has at most"
-            f" {MOST_COLUMNS:,}"
+            f"{target.table.label} has {count} columns, and its changelog {ours} more, but a Postgres table can have"
+            f" at most {MOST_COLUMNS:,}"
         )
         raise LimitExceeded(
             message,
-            "Leave columns out by `columns` in the pipeline file, or make it a mirror (`sink.mode`). Then start again.",
+            "Leave columns out with `columns` in the pipeline file, or use a mirror (`sink.mode`). Then start again.",
             message,
         )

@@ -1,4 +1,4 @@
-"""Postgres as a kind of sinks: opened, checked."""
+"""The plugin for Postgres sinks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class PostgresPlugin:
-    """See :class:`.SinkPlugin`."""
+    """The plugin for Postgres sinks."""
 
     settings = PostgresSettings
 
     def open(self, settings: PostgresSettings, pipeline: str, part: str = "") -> PostgresSink:
-        """See :meth:`.SinkPlugin.open`."""
+        """Open the sink of a pipeline."""
         from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
 
         return PostgresSink(settings.dsn, pipeline, settings.mode, part, settings.types == "convert")
@@ -33,7 +33,7 @@ class PostgresPlugin:
         targets: Sequence[Target] | None,
         source: SourceIdentity | None,
     ) -> None:
-        """See :meth:`.SinkPlugin.check`."""
+        """Check the sink, and whether it can have the targets."""
         from airflow_cdc_provider.engine.sinks.postgres.checks import check
 
         check(settings, checks, pipeline, targets, source)

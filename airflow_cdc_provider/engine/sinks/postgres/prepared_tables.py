@@ -1,4 +1,4 @@
-"""The columns of a target table that others have made, held against those of its source table."""
+"""Compares the columns of an existing target table with those of its source table."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped
 
 @dataclass(frozen=True)
 class TargetColumn:
-    """A column as the target has it.
+    """A column of the target.
 
-    :param type: as SQL.
+    :param type: its type as SQL.
     """
 
     type: str
@@ -32,11 +32,11 @@ class TargetColumn:
 
 
 @dataclass(frozen=True)
-class Misfit:
+class ColumnMismatch:
     """A column whose values the target does not keep.
 
     :param wanted: the source's type, as SQL.
-    :param found: the target's; ``None`` without the column.
+    :param found: the target's type; ``None`` if the column is missing.
     :param remedy: a statement for the target.
     """
 
@@ -47,11 +47,11 @@ class Misfit:
 
     def __str__(self) -> str:
         found = "missing" if self.found is None else self.found
-        return f"column {self.column} is {found}, at the source {self.wanted}"
+        return f"column {self.column} is {found}, but {self.wanted} at the source"
 
 
 def target_columns(connection: Connection, target: Target) -> dict[str, TargetColumn]:
-    """The columns of a target table by name; empty when it does not exist."""
+    """Return the columns of a target table by name; none if the table does not exist."""
     table = sql.Identifier(target.schema, target.name).as_string(connection)
     found = rows(connection, _COLUMNS, [table])
     shapes = read_shapes(connection, [(oid, text) for _, oid, text in found])
@@ -59,7 +59,7 @@ def target_columns(connection: Connection, target: Target) -> dict[str, TargetCo
 
 
 def future_columns(connection: Connection, target: Target) -> dict[str, TargetColumn]:
-    """The columns of types that users have made, and that the target has, as a new table would get them."""
+    """Return the columns of user-defined types that exist in the target, as in a new table."""
     own = [column for column in target.table.columns if not column.builtin]
     asked = rows(
         connection,
@@ -72,37 +72,37 @@ def future_columns(connection: Connection, target: Target) -> dict[str, TargetCo
     return {name: TargetColumn(text, shape) for (name, _, text), shape in zip(asked, shapes, strict=True)}
 
 
-def misfits(
+def column_mismatches(
     connection: Connection,
     target: Target,
     found: Mapping[str, TargetColumn],
     wanted: Mapping[str, str],
     names: Collection[str] | None = None,
-) -> list[Misfit]:
-    """Compare columns; types that keep every value of the source's are as good as these.
+) -> list[ColumnMismatch]:
+    """Return columns that do not fit; types that keep every value of the source are accepted.
 
     :param found: the target's columns.
-    :param wanted: types that its columns would get, also those that a changelog has beside the source's.
+    :param wanted: types of columns in a new table, including those that only a changelog has.
     :param names: compare only these columns of the source, if the target has them.
     """
     table = sql.Identifier(target.schema, target.name).as_string(connection)
     columns = {column.name: column for column in target.table.columns}
-    wrong: list[Misfit] = []
+    wrong: list[ColumnMismatch] = []
     for name, kind in wanted.items():
         column, there = columns.get(name), found.get(name)
         if names is not None and (name not in names or there is None):
             continue
         if there is None:
             added = f"ALTER TABLE {table} ADD COLUMN {sql.Identifier(name).as_string(connection)} {kind};"
-            wrong.append(Misfit(name, column.type if column else kind, None, added))
+            wrong.append(ColumnMismatch(name, column.type if column else kind, None, added))
         elif column is None:
             if there.type != kind:
-                wrong.append(Misfit(name, kind, there.type, _retyped(connection, table, name, kind)))
+                wrong.append(ColumnMismatch(name, kind, there.type, _retyped(connection, table, name, kind)))
         else:
             shape = TypeShape.builtin(column.type) if column.builtin else column.shape
             if shape is not None and not keeps(shape, there.shape):
                 remedy = _remedy(connection, table, name, kind, shape, there)
-                wrong.append(Misfit(name, column.type, there.type, remedy))
+                wrong.append(ColumnMismatch(name, column.type, there.type, remedy))
     return wrong
 
 
@@ -114,27 +114,27 @@ def _remedy(connection: Connection, table: str, name: str, kind: str, shape: Typ
     if missing and target.name in there.type:
         enum = there.type.removesuffix("[]")
         return " ".join(f"ALTER TYPE {enum} ADD VALUE {label};" for label in missing)
-    return f"/* make the type {there.type} as it is at the source */"
+    return f"/* change the type {there.type} to its definition at the source */"
 
 
 def _retyped(connection: Connection, table: str, name: str, kind: str) -> str:
     quoted = sql.Identifier(name).as_string(connection)
-    # By way of text: the table is empty, and not every type has a cast to every other.
+    # Converted through text: the table is empty, and not every type can be cast to every other.
     return f"ALTER TABLE {table} ALTER COLUMN {quoted} TYPE {kind} USING {quoted}::text::{kind};"
 
 
-def require_kept(target: Target, wrong: Sequence[Misfit], convert: bool) -> None:
-    """Refuse a target table whose columns would lose something of the source's values.
+def require_kept(target: Target, wrong: Sequence[ColumnMismatch], convert: bool) -> None:
+    """Refuse a target table whose columns do not keep all of the source's values.
 
-    :param convert: the pipeline file wants values converted; the columns have to be there all the same.
-    :raises ForeignTable: naming columns, both types, and what mends it.
+    :param convert: the pipeline file requests conversion of values; the columns must exist nevertheless.
+    :raises ForeignTable: naming columns, both types, and the remedy.
     """
     wrong = [each for each in wrong if each.found is None or not convert]
     if wrong:
         raise ForeignTable(
-            f"the target table {target.schema}.{target.name} does not keep the values of {target.table.label} as they"
-            f" are: {'; '.join(map(str, wrong))}",
-            f"Run at the target: {' '.join(each.remedy for each in wrong)} Or drop the table, so that it is created; or"
-            " write `sink.types: convert` into the pipeline file, by which values of other types are rounded, cut or"
-            " refused as the target does it.",
+            f"the target table {target.schema}.{target.name} does not keep the values of {target.table.label}"
+            f" unchanged: {'; '.join(map(str, wrong))}",
+            f"Run at the target: {' '.join(each.remedy for each in wrong)} Or drop the table, so that it is created. Or"
+            " set `sink.types: convert` in the pipeline file; values of other types are then rounded, truncated or"
+            " refused by the target.",
         )

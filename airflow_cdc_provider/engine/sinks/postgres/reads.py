@@ -1,4 +1,4 @@
-"""Chunks and re-reads in Postgres: rows go straight into the target table, whose definition changes with them."""
+"""Writes chunks and re-reads to Postgres: directly into the target table, whose definition changes in the same step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn
 from airflow_cdc_provider.engine.core.record import ChunkRecord, Target
 from airflow_cdc_provider.engine.postgres.connection import Connection, connected, rows, scalar
-from airflow_cdc_provider.engine.sinks.postgres.staging_tables import TableStatements
+from airflow_cdc_provider.engine.sinks.postgres.staging_tables import PostgresTableStatements
 from airflow_cdc_provider.engine.sinks.postgres.table_changes import redefine
 from airflow_cdc_provider.engine.sinks.postgres.target_tables import prepare_target
 from airflow_cdc_provider.engine.sinks.postgres.units import PostgresUnits
@@ -18,7 +18,7 @@ from airflow_cdc_provider.engine.sinks.transactional.reads import Destination, P
 
 @dataclass(frozen=True)
 class PostgresReads(PostgresUnits):
-    """See :class:`.contract.Sink`: chunks and re-reads."""
+    """The part of a Postgres sink that writes rows read from the source."""
 
     def _is_unfinished(self, tx: Connection, chunk: Chunk) -> bool:
         found = rows(
@@ -49,9 +49,9 @@ class PostgresReads(PostgresUnits):
     def _choose_destination(
         self, tx: Connection, epoch: int, read: PendingRead[Connection], applied: LogPosition
     ) -> Destination:
-        """See :meth:`.TransactionalSink._choose_destination`: the target itself, changed in the same transaction.
+        """Choose the target itself, which is changed in the same transaction.
 
-        A mirror loses its rows before the change: none need be converted, and none break a new key.
+        A mirror's rows are removed before the change, so that none has to be converted, and none violates a new key.
         """
         if read.is_reread:
             before, target = read.before or read.target, read.target
@@ -59,7 +59,7 @@ class PostgresReads(PostgresUnits):
                 prepare_target(tx, self.pipeline, self.mode, before, self.convert)
             if before.table.to_dict() != target.table.to_dict():
                 if self.mode == "mirror":
-                    TableStatements(tx, before, self.mode).delete(read.keys)
+                    PostgresTableStatements(tx, before, self.mode).delete(read.keys)
                 redefine(tx, self.pipeline, self.mode, before, target, rows_stay=False, convert=self.convert)
         return Destination("", applied)
 
@@ -94,14 +94,14 @@ class PostgresReads(PostgresUnits):
             redefine(connection, self.pipeline, self.mode, before, after, rows_stay=True, convert=self.convert)
 
     def check_condition(self, target: Target, where: str) -> None:
-        """See :meth:`.contract.Sink.check_condition`; in a changelog rows are found by the source's keys alone."""
+        """Check a condition on a mirror's rows; in a changelog, only the source's keys are used."""
         if self.mode == "mirror":
             with connected(self.dsn) as connection:
-                TableStatements(connection, target, self.mode).check_condition(where)
+                PostgresTableStatements(connection, target, self.mode).check_condition(where)
 
     def matching_keys(self, target: Target, where: str) -> frozenset[tuple[str, ...]]:
-        """See :meth:`.contract.Sink.matching_keys`."""
+        """Return the keys of a mirror's rows that match a condition."""
         if self.mode == "changelog":
             return frozenset()
         with connected(self.dsn) as connection:
-            return TableStatements(connection, target, self.mode).matching_keys(where)
+            return PostgresTableStatements(connection, target, self.mode).matching_keys(where)

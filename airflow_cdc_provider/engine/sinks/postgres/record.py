@@ -25,7 +25,7 @@ from airflow_cdc_provider.engine.postgres.connection import (
     scalar,
 )
 from airflow_cdc_provider.engine.sinks.postgres.fence import PostgresFence
-from airflow_cdc_provider.engine.sinks.postgres.staging_tables import TableStatements
+from airflow_cdc_provider.engine.sinks.postgres.staging_tables import PostgresTableStatements
 from airflow_cdc_provider.engine.sinks.postgres.table_changes import redefine
 from airflow_cdc_provider.engine.sinks.postgres.target_tables import adopt_target, prepare_target, record_target
 from airflow_cdc_provider.engine.sinks.protocol_errors import provisioned_meanwhile
@@ -70,10 +70,10 @@ WHERE nspname = 'airflow_cdc' AND relname = ANY (%s)
 
 
 def create_record_tables(connection: Connection) -> None:
-    """Create the tables of the commit record, where they are not there yet.
+    """Create the tables of the commit record unless they exist.
 
-    ``IF NOT EXISTS`` alone would ask for the privilege to create a schema even when a DBA has created it, and fails
-    when two pipelines begin at once; so they do it one after the other, until their transactions end.
+    ``IF NOT EXISTS`` alone would require the privilege to create a schema even if a DBA has created it. It also fails
+    if two pipelines begin at once, so that they take turns until their transactions end.
     """
     rows(connection, "SELECT pg_advisory_xact_lock(hashtext('airflow_cdc'))")
     if scalar(connection, "SELECT to_regnamespace('airflow_cdc')") is None:
@@ -88,7 +88,7 @@ class PostgresRecord(PostgresFence):
     :param dsn: libpq URI of the target database.
     :param pipeline: name of the pipeline.
     :param mode: ``mirror`` or ``changelog``.
-    :param part: the part of a run whose sessions these are; empty for what is not done by one.
+    :param part: the part of a run that uses the sessions; empty outside of runs.
     :param convert: accept target tables whose types do not keep the source's values.
     """
 
@@ -112,7 +112,7 @@ class PostgresRecord(PostgresFence):
             )
             if not begun:
                 raise provisioned_meanwhile(self.pipeline)
-            # What a lost record has left is of another slot: its chunks count as finished, with a snapshot of then.
+            # Leftovers of a lost record belong to another slot: their chunks count as finished, with an old snapshot.
             self._forget_tables(connection)
             for target in targets:
                 if target.table.label in ours and _exists(connection, target):
@@ -155,7 +155,7 @@ class PostgresRecord(PostgresFence):
         start: LogPosition,
         rehearsal: bool = False,
     ) -> None:
-        """See :meth:`.contract.Sink.restart`."""
+        """Begin again at another start of the slot, with every table as one unfinished chunk."""
         with self._fenced(epoch, "alone", rehearsal) as (connection, _):
             recorded = self._targets(connection)
             for target in targets:
@@ -192,19 +192,19 @@ class PostgresRecord(PostgresFence):
         rows(connection, query, [json.dumps(values), self.pipeline])
 
     def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
-        """See :meth:`.contract.Sink.missing`."""
+        """Return the targets whose table no longer exists."""
         with self._transaction() as connection:
             return tuple(target for target in targets if not _exists(connection, target))
 
     def _make_fit(self, connection: Connection, before: Target, after: Target) -> None:
-        """Give a table whose rows will be replaced the columns that its source has now."""
+        """Change a table whose rows will be replaced to its source's current columns."""
         change = redefinition(before.table, after.table)
         if self.mode == "mirror" and (change.key or change.retyped or change.replaced):
-            TableStatements(connection, before, self.mode).delete(None)
+            PostgresTableStatements(connection, before, self.mode).delete(None)
         redefine(connection, self.pipeline, self.mode, before, after, rows_stay=False, convert=self.convert)
 
     def identity(self) -> Mapping[str, Any]:
-        """See :meth:`.contract.CommitRecord.identity`."""
+        """Return what distinguishes this database from every other."""
         query = (
             "SELECT (SELECT system_identifier::text FROM pg_control_system()),"
             " (SELECT oid::bigint FROM pg_database WHERE datname = current_database())"
@@ -214,17 +214,17 @@ class PostgresRecord(PostgresFence):
         return {"system": system, "database": database}
 
     def record(self) -> Record | None:
-        """See :meth:`.contract.CommitRecord.record`."""
+        """Return the commit record; ``None`` if there is none."""
         with self._transaction(writes=False) as connection:
-            # Looked up at once: another pipeline may be creating them right now.
+            # Looked up in one query, because another pipeline may be creating the tables right now.
             present = {name for (name,) in rows(connection, _PRESENT, [list(_RECORD_NAMES)])}
             lacking = [f"airflow_cdc.{name}" for name in _RECORD_NAMES if name not in present]
             if len(lacking) == len(_RECORD_NAMES):
                 return None
             if lacking:
                 raise GateClosed(
-                    f"the commit record in {describe(self.dsn)} is not whole: it lacks {', '.join(lacking)}",
-                    "Restore the schema airflow_cdc from a backup of the sink. Without one, drop that schema, and"
+                    f"the commit record in {describe(self.dsn)} is incomplete: it lacks {', '.join(lacking)}",
+                    "Restore the schema airflow_cdc from a backup of the sink. Without a backup, drop it, and"
                     " follow the messages of `airflow-cdc provision`.",
                 )
             found = rows(
@@ -258,13 +258,16 @@ class PostgresRecord(PostgresFence):
         )
 
     def _refuse_older_history(self, connection: Connection, target: Target, point: LogPosition) -> None:
-        """Events are in the order of their LSNs: those of a log that ended later would come after all new ones."""
+        """Refuse a changelog with events after a point; new events would sort before events of an
+        abandoned timeline.
+        """
         name = sql.Identifier(target.schema, target.name)
         last = scalar(connection, sql.SQL("SELECT max(_commit_lsn)::text FROM {}").format(name))
         if last is not None and parse_lsn(last) > point:
             raise GateClosed(
                 f"the changelog {target.schema}.{target.name} has events up to {last}, but the source's log is at"
-                f" {format_lsn(point)}: they are of a history that the source has left, and new ones would come before",
+                f" {format_lsn(point)}: they belong to a timeline that the source has abandoned, so new events would"
+                " sort before them",
                 f"Rename or empty {target.schema}.{target.name}, then run `airflow-cdc resnapshot --all` again.",
             )
 

@@ -1,8 +1,8 @@
-"""What the target database refuses, said as errors that name the table, the cause and what helps.
+"""Translates refusals of the target database into errors that name the table, the cause and the remedy.
 
-A target table may carry more than we have put there: constraints, triggers, foreign keys, indexes. What they refuse
-would be refused again at every try, so that it must not look like a failure that goes away. Causes are told by
-SQLSTATE, and where that has several by the function of the server that raised it: messages may be translated.
+A target table may have constraints, triggers, foreign keys and indexes that the sink has not created. Their refusals
+would recur at every attempt, so they must not look like temporary failures. Causes are identified by SQLSTATE, and if
+that is ambiguous, by the server's function that raised the error, because messages may be translated.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from airflow_cdc_provider.engine.postgres.connection import Connection, quoted
 from airflow_cdc_provider.engine.postgres.driver_errors import driver_failure, exceeds_limit, is_outage
 
 _CONSTRAINT = (
-    "A unit is applied table by table and may hold changes of many transactions: declare the constraint DEFERRABLE, so"
-    " that it is checked at the unit's end, or drop it. Until `status` says consistent, rows of different tables and"
-    " chunks are of different ages, so that only constraints on a row alone can hold. Then start again."
+    "A unit is applied table by table and may contain changes of many transactions. Declare the constraint DEFERRABLE,"
+    " so that it is checked at the unit's end, or drop it. Until `status` reports consistent, rows of different tables"
+    " and chunks have different ages, so that only constraints on single rows can hold. Then start again."
 )
 _TRIGGER = (
-    "Triggers of the target fire for our writes, with search_path = pg_catalog: qualify the names in the function, or"
-    " ALTER TABLE … DISABLE TRIGGER. Then start again."
+    "Triggers of the target run for the sink's writes, with search_path = pg_catalog. Qualify the names in the"
+    " function, or run `ALTER TABLE … DISABLE TRIGGER`. Then start again."
 )
 _NOTHING = "Nothing of the unit was applied."
-_PREFLIGHT = "Run `airflow-cdc preflight`, which names what stands in the way, and remove it. Then start again."
-_TYPE = "Make the target take the value (ALTER TABLE … ALTER COLUMN … TYPE text takes any), then start again."
+_PREFLIGHT = "Run `airflow-cdc preflight`, which names the obstacle, and remove it. Then start again."
+_TYPE = "Change the column's type (`ALTER TABLE … ALTER COLUMN … TYPE text` accepts any value), then start again."
 _ENCODING = (
-    "The target database's encoding has no such character: take a database with the encoding UTF8, or leave the column"
-    " out by `columns`. Then start again."
+    "The target database's encoding has no such character. Use a database with the encoding UTF8, or leave the column"
+    " out with `columns`. Then start again."
 )
 _VALUES = {
-    "22P02": "Make the target take the value (ALTER TYPE … ADD VALUE for an enum, also where a label has been renamed;"
-    " ALTER TABLE … ALTER COLUMN … TYPE text for any type), then start again.",
-    "22001": "Make the column longer: ALTER TABLE … ALTER COLUMN … TYPE text. Then start again.",
-    "22003": "Make the column wider: ALTER TABLE … ALTER COLUMN … TYPE numeric. Then start again.",
+    "22P02": "Allow the value in the target (`ALTER TYPE … ADD VALUE` for an enum, also if a label was renamed;"
+    " `ALTER TABLE … ALTER COLUMN … TYPE text` for any type), then start again.",
+    "22001": "Make the column longer: `ALTER TABLE … ALTER COLUMN … TYPE text`. Then start again.",
+    "22003": "Make the column wider: `ALTER TABLE … ALTER COLUMN … TYPE numeric`. Then start again.",
     "22021": _ENCODING,
     "22P05": _ENCODING,
 }
-"""By SQLSTATE what lets a column take a value."""
-# What a later try finds otherwise: sessions that were too slow, catalogs that change, and a table that is gone, which
-# the next start names.
+"""By SQLSTATE, how to make a column accept a value."""
+# Errors that a later attempt may resolve: sessions that were too slow, catalogs that change, and missing tables, which
+# the next start reports.
 _PASSING = ("25", "XX", "3F000", "42P01")
 _CAUSES = {
     ("42P10", "infer_arbiter_indexes"): "a target table has lost the unique index on its key",
@@ -67,10 +67,10 @@ _CAUSES = {
 def refusals(
     target: Target, columns: Mapping[str, str] | None = None, find: Callable[[], str | None] = lambda: None
 ) -> Iterator[None]:
-    """Say of a value that the target refuses where it should have gone and what helps.
+    """Translate the refusal of a value into an error that names the table, the column and the remedy.
 
-    :param columns: names of the target's columns by those of the staging table.
-    :param find: looks for the target's column, if the error does not name it; it may end the transaction.
+    :param columns: names of the target's columns, by those of the staging table.
+    :param find: finds the target's column if the error does not name it; it may end the transaction.
     :raises ValueRefused: in place of the server's error.
     """
     try:
@@ -92,7 +92,7 @@ def refusals(
 
 
 def _value_remedy(error: psycopg2.Error, target: Target, column: str | None) -> str:
-    """What lets the target take a row: of a type, a domain, a column, a constraint or a partition."""
+    """Return how to make the target accept a row: by changing a type, domain, column, constraint or partition."""
     diagnosis, state = error.diag, error.pgcode or ""
     table = f"{quoted(target.schema)}.{quoted(target.name)}"
     if state.startswith("22"):
@@ -101,8 +101,8 @@ def _value_remedy(error: psycopg2.Error, target: Target, column: str | None) -> 
         domain = f"{quoted(diagnosis.schema_name or '')}.{quoted(diagnosis.datatype_name)}"
         drop = "NOT NULL" if state == "23502" else f"CONSTRAINT {quoted(diagnosis.constraint_name or '…')}"
         return (
-            f"Make the domain as wide as the source's, ALTER DOMAIN {domain} DROP {drop}; or the column of the type"
-            f" beneath it, ALTER TABLE {table} ALTER COLUMN {quoted(column or '…')} TYPE …. Then start again."
+            f"Relax the domain like the source's: ALTER DOMAIN {domain} DROP {drop}. Or give the column its base type:"
+            f" ALTER TABLE {table} ALTER COLUMN {quoted(column or '…')} TYPE …. Then start again."
         )
     if state == "23502":
         alter = f"ALTER TABLE {table} ALTER COLUMN {quoted(column or '…')}"
@@ -113,19 +113,19 @@ def _value_remedy(error: psycopg2.Error, target: Target, column: str | None) -> 
         drop = f"ALTER TABLE {table} DROP CONSTRAINT {quoted(diagnosis.constraint_name)}"
         return f"The source has no such constraint, or had none when the row was written: {drop}. Then start again."
     return (
-        f"No partition takes the row: create one, such as CREATE TABLE … PARTITION OF {table} DEFAULT; or widen the"
-        " bounds, if the target itself is a partition. Then start again."
+        f"No partition accepts the row: create one, such as CREATE TABLE … PARTITION OF {table} DEFAULT; or widen the"
+        " bounds if the target itself is a partition. Then start again."
     )
 
 
 def _function_of(error: psycopg2.Error) -> str:
-    """The function, of a trigger or a default, in which a statement has failed; empty if in none."""
+    """Return the function, of a trigger or a default, in which a statement has failed; empty if there is none."""
     first = (error.diag.context or "").partition("\n")[0]
     return first if re.match(r"(PL/\w+|SQL) function", first) else ""
 
 
 def refusal_of(error: psycopg2.Error, place: str) -> CdcError:
-    """Return an engine error for whatever a statement in the sink has failed of.
+    """Return the engine's error for an error of a statement in the sink.
 
     :param place: the sink, without user and password.
     """
@@ -147,8 +147,8 @@ def refusal_of(error: psycopg2.Error, place: str) -> CdcError:
         where = f"({function}, SQLSTATE {state})"
         return TargetConflict(f"{failed}: {said} {where}", _TRIGGER, f"{failed} {where}")
     if state == "42501":
-        return MissingPrivilege(f"the sink {place} refuses: {said}", _PREFLIGHT)
-    what = cause or f"the sink {place} refuses what it should do"
+        return MissingPrivilege(f"the sink {place} refuses access: {said}", _PREFLIGHT)
+    what = cause or f"the sink {place} refuses a statement"
     detail = f" ({diagnosis.message_detail})" if diagnosis.message_detail else ""
     shown = f"(SQLSTATE {state or 'unknown'})"
     return TargetConflict(f"{what}: {said}{detail} {shown}", _PREFLIGHT, f"{what} {shown}")
@@ -156,22 +156,22 @@ def refusal_of(error: psycopg2.Error, place: str) -> CdcError:
 
 def _beyond_limits(state: str, said: str) -> LimitExceeded:
     if state == "54011":
-        many = f"a table has more columns than Postgres takes: {said}"
-        remedy = "Nothing was applied. Leave columns out by `columns` in the pipeline file, then start again."
+        many = f"a table has more columns than Postgres allows: {said}"
+        remedy = "Nothing was applied. Leave columns out with `columns` in the pipeline file, then start again."
         return LimitExceeded(many, remedy, many)
     return LimitExceeded.by(said)
 
 
 def is_of_another(error: psycopg2.Error, connection: Connection) -> bool:
-    """Return whether an error comes from a server to which another connection leads."""
+    """Return whether an error comes from the server of another connection."""
     return error.cursor is not None and error.cursor.connection is not connection
 
 
 @contextmanager
 def of_sink(connection: Connection, place: str) -> Iterator[None]:
-    """Let what statements on a connection to the sink raise leave the block as errors of the engine.
+    """Translate errors of statements on a connection to the sink into errors of the engine.
 
-    What other servers have said passes: rows are read at the source while they are written.
+    Errors of other servers pass unchanged, because rows are read at the source while they are written.
 
     :raises CdcError: in place of the driver's error.
     """

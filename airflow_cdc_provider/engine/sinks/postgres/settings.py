@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PostgresSettings:
-    """See :class:`.SinkSettings`; ``dsn`` is a libpq URI with its variables and connection id resolved.
+    """Settings of a Postgres sink; ``dsn`` is a libpq URI with its variables and connection id resolved.
 
     :param types: ``convert`` accepts target tables whose types do not keep the source's values.
     """
@@ -28,7 +28,7 @@ class PostgresSettings:
 
     @classmethod
     def parse(cls, section: Section) -> Self:
-        """See :meth:`.SinkSettings.parse`."""
+        """Parse the section."""
         return cls(
             dsn=section.dsn(as_postgres_uri, "postgresql", "Postgres"),
             mode=cast(Mode, section.take("mode", one_of("mirror", "changelog"), "mirror")),
@@ -38,25 +38,25 @@ class PostgresSettings:
 
     @property
     def place(self) -> str:
-        """See :attr:`.SinkSettings.place`."""
+        """Return the database, for messages."""
         from airflow_cdc_provider.engine.postgres.connection import describe
 
         return describe(self.dsn)
 
     @property
     def secrets(self) -> Sequence[str]:
-        """See :attr:`.SinkSettings.secrets`."""
+        """Return the passwords, which must not appear in logs."""
         from airflow_cdc_provider.engine.postgres.connection import passwords
 
         return passwords(self.dsn)
 
     @property
     def spark_conf(self) -> Mapping[str, str]:
-        """See :attr:`.SinkSettings.spark_conf`: nothing, as rows are written without the JVM."""
+        """Return no configuration: rows are written without the JVM."""
         return {}
 
     def dataset(self, pipeline: str, schema: str, name: str) -> tuple[str, str]:
-        """See :meth:`.SinkSettings.dataset`."""
+        """Return the dataset of a target table."""
         from airflow_cdc_provider.engine.postgres.connection import dataset
 
         return dataset(self.dsn, schema, name)

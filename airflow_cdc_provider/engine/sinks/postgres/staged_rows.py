@@ -1,4 +1,4 @@
-"""Rows as they are staged."""
+"""Prepares rows for staging."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pyarrow.compute as pc
 from airflow_cdc_provider.engine.core.effect import ERASED, FRESH, Effect
 from airflow_cdc_provider.engine.sinks.postgres.packed_rows import pack
 
-_MANY = 1000  # of fewer rows one statement more costs more than it saves
+_MANY = 1000  # below this number, an additional statement costs more than it saves
 
 
 def rows_to_stage(effect: Effect) -> pa.Table:
-    """The rows of an effect as they are staged.
+    """Return the rows of an effect as they are staged.
 
-    :returns: without ``erased`` where no row is; with ``fresh`` (bool) where it pays to insert many without a look;
-        packed where they have too many columns, see :mod:`.packed_rows`.
+    :returns: the rows, without ``erased`` if no row is erased; with ``fresh`` (bool) if many rows can be inserted
+        without a lookup; packed if they have too many columns, see :mod:`.packed_rows`.
     """
     rows = effect.rows
     if ERASED in rows.column_names and not pc.any(rows[ERASED]).as_py():

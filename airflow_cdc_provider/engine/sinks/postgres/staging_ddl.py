@@ -1,4 +1,4 @@
-"""Staging tables of a target: made, and read."""
+"""Creates and reads the staging tables of a target."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from airflow_cdc_provider.engine.sinks.staged import Staged
 
 
 class StagingDdl:
-    """Statements that make the staging tables of a target and read their rows."""
+    """Statements that create the staging tables of a target and read their rows."""
 
     def __init__(self, connection: Connection, target: Target, mode: Mode, key: TargetKey | None = None) -> None:
         self._connection = connection
@@ -38,11 +38,11 @@ class StagingDdl:
         return self._known_key or TargetKey.of_all(self._connection, [self._target])[self._target.table.label]
 
     def _stored(self) -> list[sql.Composable]:
-        """The key of a row ``t`` of the target."""
+        """Return the key of a row ``t`` of the target."""
         return [sql.SQL("t.{}").format(self._names[i]) for i in self._key]
 
     def _staged_key(self) -> list[sql.Composable]:
-        """The key of a staged row ``s``."""
+        """Return the key of a staged row ``s``."""
         return [sql.SQL(f"s.c{i}") for i in self._key]
 
     def create_mirror_staging(self, relation: str, columns: Sequence[str]) -> None:
@@ -58,7 +58,7 @@ class StagingDdl:
         self._create_staging(relation, fields)
 
     def _new_row(self, columns: Sequence[str]) -> list[sql.Composable]:
-        """The staging columns of the captured ones."""
+        """Return the staging columns for the captured ones."""
         if NEW in columns:
             return [sql.SQL(f"NULL::text[] AS {NEW}")]
         return [sql.SQL(f"{{}} AS c{i}").format(column) for i, column in enumerate(self._staged)]
@@ -84,9 +84,9 @@ class StagingDdl:
 
     @cached_property
     def _staged(self) -> list[sql.Composable]:
-        """What gives the staging columns their types: the target's columns, but not as domains.
+        """Return expressions with the types of the staging columns: the target's columns, with base types for domains.
 
-        A domain may forbid the NULL that stands where a row is erased or a value was not sent.
+        A domain may forbid the NULL of an erased row or of a value that was not sent.
         """
         domains = domain_bases(self._connection, self._table)
         names = [column.name for column in self._target.table.columns]
@@ -98,7 +98,7 @@ class StagingDdl:
         ]
 
     def _rows_of(self, staged: Staged) -> sql.Composable:
-        """The staged rows of a table, however they are staged."""
+        """Return the staged rows of a table, in any form of staging."""
         if NEW not in staged.columns:
             return rows_of(staged)
         assert staged.relation is not None

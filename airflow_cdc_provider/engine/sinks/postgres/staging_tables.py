@@ -1,13 +1,12 @@
-"""Staging tables of the Postgres sink, and the statements that bring them into a target table.
+"""Staging tables of the Postgres sink, and the statements that apply them to a target table.
 
-Staging columns are ``c0`` … in the order of the captured columns, with the types of
-the target, so that values are parsed where they are staged and in parallel; but see
-:mod:`.shared_staging` for few rows.
+Staging columns are ``c0`` … in the order of the captured columns, with the types of the target. So values are parsed
+while they are staged, in parallel; for few rows see :mod:`.shared_staging`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 
@@ -20,8 +19,8 @@ from airflow_cdc_provider.engine.core.effect import ERASED, FRESH, MISSING, OLD_
 from airflow_cdc_provider.engine.core.errors import TargetConflict
 from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn
 from airflow_cdc_provider.engine.core.record import FIRST_READ
+from airflow_cdc_provider.engine.core.source_rows import SourceRows
 from airflow_cdc_provider.engine.postgres.connection import condition, rows
-from airflow_cdc_provider.engine.sinks.contract import Copyable
 from airflow_cdc_provider.engine.sinks.postgres.copy import copy_batches, copy_written, takes_binary
 from airflow_cdc_provider.engine.sinks.postgres.packed_rows import NEW, OLD
 from airflow_cdc_provider.engine.sinks.postgres.refused_values import refusals
@@ -30,45 +29,44 @@ from airflow_cdc_provider.engine.sinks.postgres.staging_ddl import StagingDdl
 from airflow_cdc_provider.engine.sinks.staged import Staged
 from airflow_cdc_provider.engine.sinks.transactional.target_table import TargetTable
 
-# What all rows of a chunk have in common in a changelog, and its types there.
+# Constants of all rows of a chunk in a changelog, and their types.
 _CONSTANTS = {"_op": '"char"', "_commit_lsn": "pg_lsn", "_seq": "bigint"}
 
 
-class TableStatements(StagingDdl, TargetTable):
-    """What is done to one target table, in the transaction of ``connection``; nobody else changes it meanwhile.
+class PostgresTableStatements(StagingDdl, TargetTable):
+    """The statements on one target table, in the transaction of ``connection``; no other session changes the table
+    meanwhile.
 
-    :param key: of the table, if it is known.
+    :param key: key of the table, if it is known.
     """
 
     def apply(self, staged: Staged) -> Collection[tuple[str, ...]]:
-        """See :meth:`.TargetTable.apply`; a value that is refused is named."""
+        """Apply staged effects, and name a refused value."""
         with refusals(self._target, find=partial(self.refused_column, staged)):
             return super().apply(staged)
 
-    def copy(self, batches: Iterator[pa.RecordBatch], applied: LogPosition, seq: int) -> int:
-        """See :meth:`.TargetTable.copy`."""
+    def copy(self, read: SourceRows, applied: LogPosition, seq: int) -> int:
         constants: dict[str, str] = {}
         if self.mode == "changelog":
             # They sort after events up to the applied LSN and before the next commit's, whose _seq begins at 1.
             constants = {"_op": "r", "_commit_lsn": format_lsn(applied), "_seq": str(seq)}
         names = [*(column.name for column in self._target.table.columns), *constants]
         with refusals(self._target):
-            if isinstance(batches, Copyable):
+            if read.can_copy:
                 oids = {column.name: column.type_oid for column in self._target.table.columns}
                 oids |= {name: types[_CONSTANTS[name]].oid for name in constants}
                 binary = takes_binary(self._connection, self._table, oids)
-                written = batches.copied([(text, _CONSTANTS[name]) for name, text in constants.items()], binary)
-                return copy_written(self._connection, self._table, names, written, binary)
+                data = read.copy_data([(text, _CONSTANTS[name]) for name, text in constants.items()], binary)
+                return copy_written(self._connection, self._table, names, data, binary)
+            batches = read.batches()
             if constants:
                 batches = (_with_constants(batch, list(constants.values())) for batch in batches)
             return copy_batches(self._connection, self._table, names, batches)
 
     def empty(self) -> bool:
-        """Whether the target has no rows."""
         return not self._run("SELECT 1 FROM {table} LIMIT 1")
 
     def delete(self, keys: frozenset[tuple[str, ...]] | None) -> None:
-        """Delete the rows with the given keys, all rows when ``None``."""
         if keys is None:
             self._run("DELETE FROM {table}")
             return
@@ -79,7 +77,7 @@ class TableStatements(StagingDdl, TargetTable):
         self._run("DELETE FROM {table} t USING {given} WHERE {match}", given=given, match=match)
 
     def members(self, members: Sequence[tuple[str, ...]], keys: Sequence[pa.Array]) -> list[tuple[int, int]]:
-        """Which keys are which members; see :meth:`.contract.Sink.members`."""
+        """Match keys against the keys of re-reads, by the target's equality."""
         given, ours = self._target_key.given("k", (column.to_pylist() for column in keys))
         among, theirs = self._target_key.given("m", zip(*members, strict=True))
         return rows(
@@ -90,12 +88,11 @@ class TableStatements(StagingDdl, TargetTable):
         )
 
     def log_delete(self, keys: frozenset[tuple[str, ...]] | None, applied: LogPosition) -> int:
-        """See :meth:`.TargetTable.log_delete`."""
         lsn = format_lsn(applied)
         before = self._run(f"SELECT max(_seq) FROM {{table}} WHERE _commit_lsn = '{lsn}' AND _seq < 1")[0][0]
         seq = FIRST_READ if before is None else int(str(before)) + 1
         names = list(self._target.table.key)
-        # One that is left out gets what somebody has given it as a default.
+        # An omitted column would get its default, if someone has set one.
         present = [column.name for column in self._target.table.columns if column.name in self._present]
         statement = (
             "INSERT INTO {table} ({columns}_op, _commit_lsn, _seq, _xid, _commit_ts, _before, _unchanged) VALUES"
@@ -116,23 +113,23 @@ class TableStatements(StagingDdl, TargetTable):
         return seq + 1
 
     def check_condition(self, where: str) -> None:
-        """Let the server judge a condition on the rows."""
+        """Check a condition on the rows without evaluating it."""
         self._run("EXPLAIN SELECT FROM {table} WHERE {where}", where=condition(where))
 
     def matching_keys(self, where: str) -> frozenset[tuple[str, ...]]:
-        """The keys of the rows that match a condition."""
+        """Return the keys of the rows that match a condition."""
         key = sql.SQL(", ").join(sql.SQL("format('%s', {})").format(self._names[i]) for i in self._key)
         found = self._run("SELECT {key} FROM {table} WHERE {where}", key=key, where=condition(where))
         return frozenset(tuple(str(value) for value in values) for values in found)
 
     def fill_missing(self, staged: Staged) -> set[tuple[str, ...]]:
-        """Fill values that were not sent from the target's rows; return the keys of rows that have none there."""
+        """Fill values that were not sent from the target's rows; return the keys of rows that do not exist there."""
         assert staged.relation is not None
         stage = sql.Identifier("airflow_cdc", staged.relation)
         packed = NEW in staged.columns
         places = [sql.SQL(f"{NEW}[{i + 1}]" if packed else f"c{i}") for i in range(len(self._names))]
         others = [i for i in range(len(self._names)) if i not in self._key]
-        # concat() calls the output function; a cast does not always.
+        # concat() always calls the output function, unlike a cast.
         stored = "CASE WHEN t.{name} IS DISTINCT FROM NULL THEN concat(t.{name}) END" if packed else "t.{name}"
         value = f"CASE WHEN {{i}} = ANY(s.missing) THEN {stored} ELSE s.{{c}} END"
         values = {
@@ -158,9 +155,9 @@ class TableStatements(StagingDdl, TargetTable):
         return {tuple(str(value) for value in found) for found in unfilled}
 
     def apply_mirror(self, staged: Staged) -> None:
-        """Delete the keys that are gone, then upsert the rows.
+        """Delete the erased keys, then upsert the rows.
 
-        :raises TargetConflict: when the target takes two keys of the source for one.
+        :raises TargetConflict: when two keys of the source are equal for the target.
         """
         stage = self._rows_of(staged)
         others = [i for i in range(len(self._names)) if i not in self._key]
@@ -186,9 +183,9 @@ class TableStatements(StagingDdl, TargetTable):
         self._write(stage, written, sql.SQL(" ON CONFLICT ({}) DO {}").format(key, update))
 
     def _insert(self, stage: sql.Composable, written: sql.Composable) -> bool:
-        """Insert rows that should be new, in half the time of an upsert; false when the target refuses.
+        """Insert rows that should be new, in half the time of an upsert; return false if the target refuses them.
 
-        One may be there already, or break a constraint that it keeps in the order of the log, among the others.
+        One of them may exist already, or violate a constraint that holds only in the order of the log.
         """
         rows(self._connection, "SAVEPOINT fresh")
         try:
@@ -201,7 +198,7 @@ class TableStatements(StagingDdl, TargetTable):
 
     def _write(self, stage: sql.Composable, written: sql.Composable, conflict: sql.Composable) -> None:
         self._run(
-            # Under an alias, lest a table named "excluded" be taken for the rows to insert.
+            # With an alias, so that a table named "excluded" is not confused with the rows to insert.
             "INSERT INTO {table} AS t ({names}) OVERRIDING SYSTEM VALUE"
             " SELECT {columns} FROM {stage} s WHERE {written}{conflict}",
             names=sql.SQL(", ").join(self._names),
@@ -213,20 +210,20 @@ class TableStatements(StagingDdl, TargetTable):
 
     @cached_property
     def _present(self) -> frozenset[str]:
-        """The columns that the target has."""
+        """Return the columns of the target."""
         query = "SELECT attname::text FROM pg_attribute WHERE attrelid = to_regclass(%s) AND NOT attisdropped"
         found = rows(self._connection, query, [self._table.as_string(self._connection)])
         return frozenset(str(name) for (name,) in found)
 
     @cached_property
     def _identities_always(self) -> frozenset[str]:
-        """The columns that no UPDATE may set, so that rows have to be inserted anew."""
+        """Return the columns that no UPDATE may set, so that rows have to be inserted again."""
         query = "SELECT attname::text FROM pg_attribute WHERE attrelid = to_regclass(%s) AND attidentity = 'a'"
         found = rows(self._connection, query, [self._table.as_string(self._connection)])
         return frozenset(str(name) for (name,) in found)
 
     def _refuse_merging(self, stage: sql.Composable, written: sql.Composable) -> None:
-        """Refuse to write over another row: all old spellings of the keys have been deleted by now."""
+        """Refuse to overwrite another row; all old spellings of the keys have been deleted by now."""
         differ = self._target_key.differ(self._stored(), self._staged_key())
         if differ is None:
             return
@@ -242,18 +239,18 @@ class TableStatements(StagingDdl, TargetTable):
         )
         if found:
             raise TargetConflict(
-                f"the key of the target table {self._target.schema}.{self._target.name} takes {found[0][0]} and"
-                f" {found[0][1]} for one, which are two rows of {self._target.table.label}",
-                "Give the target's key the types and collations by which the source's unique index compares.",
+                f"the key of the target table {self._target.schema}.{self._target.name} treats {found[0][0]} and"
+                f" {found[0][1]} as equal, but they are two rows of {self._target.table.label}",
+                "Give the target's key the types and collations of the source's unique index.",
             )
 
     def refused_column(self, staged: Staged) -> str | None:
-        """The target's column that refuses a value of a mirror's rows, if they stand in a relation that others share.
+        """Return the target's column that refuses a value of a mirror's rows in a shared relation.
 
-        The transaction, in which that has been an error, ends.
+        The transaction, in which the error occurred, ends.
         """
         if staged.share is None:
-            return None  # COPY has taken all of them
+            return None  # COPY has accepted all of them
         with suppress(psycopg2.OperationalError):
             self._connection.rollback()
             try:
@@ -275,7 +272,7 @@ class TableStatements(StagingDdl, TargetTable):
     def apply_counted(self, staged: Staged) -> None:
         """Delete and insert as many copies of rows as are staged.
 
-        :raises TargetConflict: when the target lacks rows that are to be deleted.
+        :raises TargetConflict: when the target lacks rows to delete.
         """
         stage = self._rows_of(staged)
         columns = sql.SQL(", ").join(sql.SQL(f"s.c{i}") for i in range(len(self._names)))
@@ -294,9 +291,9 @@ class TableStatements(StagingDdl, TargetTable):
         if expected != deleted:
             label = self._target.table.label
             raise TargetConflict(
-                f"of {expected} rows that {label} has lost, the target table {self._target.schema}.{self._target.name}"
-                f" holds {deleted}: something else has changed it",
-                f"Run `airflow-cdc resnapshot --table {label}`, which reads the table again, then start again.",
+                f"the target table {self._target.schema}.{self._target.name} holds {deleted} of {expected} rows that"
+                f" {label} has deleted; something else has changed it",
+                f"Run `airflow-cdc resnapshot --table {label}` to read the table again, then start again.",
             )
         self._run(
             "INSERT INTO {table} ({names}) OVERRIDING SYSTEM VALUE SELECT {columns} FROM {stage} s,"
@@ -307,7 +304,6 @@ class TableStatements(StagingDdl, TargetTable):
         )
 
     def apply_changelog(self, staged: Staged) -> None:
-        """Append the changes."""
         width = range(len(self._names))
         before: sql.Composable = sql.SQL("NULL::jsonb")
         if OLD_KIND in staged.columns:
@@ -327,7 +323,7 @@ class TableStatements(StagingDdl, TargetTable):
         )
 
     def _json(self, columns: Sequence[int], packed: bool) -> sql.Composable:
-        """A JSON object of some columns of the old row, as texts."""
+        """Return a JSON object of some columns of the old row, as texts."""
         names = [self._target.table.columns[i].name for i in columns]
         values = sql.SQL(", ").join(sql.SQL(f"{OLD}[{i + 1}]" if packed else f"b{i}") for i in columns)
         return sql.SQL("jsonb_object({}::text[], ARRAY[{}]::text[])").format(sql.Literal(names), values)

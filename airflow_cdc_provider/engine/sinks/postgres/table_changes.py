@@ -1,4 +1,4 @@
-"""A target table is changed as its source table was."""
+"""Changes a target table like its source table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.table import Column
 from airflow_cdc_provider.engine.postgres.connection import Connection, rows
 from airflow_cdc_provider.engine.sinks.postgres.column_types import column_type, is_text, no_value
-from airflow_cdc_provider.engine.sinks.postgres.prepared_tables import misfits, target_columns
+from airflow_cdc_provider.engine.sinks.postgres.prepared_tables import column_mismatches, target_columns
 from airflow_cdc_provider.engine.sinks.postgres.target_tables import wanted_columns
 from airflow_cdc_provider.engine.sinks.staged import RowsNeeded
 
@@ -41,12 +41,12 @@ def redefine(
 ) -> None:
     """Change a target table from one definition to another, and record the new one.
 
-    :param rows_stay: the rows keep their values, and get those of added columns; otherwise all are about to be
-        written anew, and a mirror has none.
+    :param rows_stay: rows keep their values, and get those of added columns; otherwise all rows are about to be
+        rewritten, and a mirror has none.
     :param convert: see :func:`prepare_target`.
-    :raises RowsNeeded: when the target has an added column already, whose values are not the source's, lacks one that
-        it had, as after that was renamed to make room, or cannot convert values as the source does.
-    :raises CannotFollow: when the target does not let it be changed.
+    :raises RowsNeeded: when the target already has an added column, whose values are not the source's; lacks a column
+        that it had, for instance after a rename to make room; or cannot convert values like the source.
+    :raises CannotFollow: when the target cannot be changed.
     """
     change = redefinition(before.table, after.table)
     with _refusals(after):
@@ -63,7 +63,7 @@ def redefine(
 def _require_same_parts(
     connection: Connection, mode: Literal["mirror", "changelog"], target: Target, names: Collection[str]
 ) -> None:
-    """Refuse types that the target has under the source's names, but of other parts.
+    """Refuse types with the source's names but different components.
 
     :raises CannotFollow: naming columns and types.
     """
@@ -71,31 +71,31 @@ def _require_same_parts(
     if not own:
         return
     wanted = wanted_columns(connection, mode, target)
-    wrong = misfits(connection, target, target_columns(connection, target), wanted, own)
+    wrong = column_mismatches(connection, target, target_columns(connection, target), wanted, own)
     if wrong:
         raise CannotFollow(
-            f"the target table {target.schema}.{target.name} cannot be changed as {target.table.label} was: types of"
-            f" these names are made of other parts at the target than at the source: {'; '.join(map(str, wrong))}",
-            "Nothing from this change on has been applied. Change the types at the target as they are at the source"
+            f"the target table {target.schema}.{target.name} cannot be changed like {target.table.label} because types"
+            f" of the same names have different components: {'; '.join(map(str, wrong))}",
+            "Nothing from this change on has been applied. Change the types at the target like those at the source"
             " (ALTER TYPE), or drop them there, so that the columns become text; then start again.",
         )
 
 
 @contextmanager
 def _refusals(target: Target) -> Iterator[None]:
-    """Say what the target refuses, and what helps.
+    """Translate refusals of the target into errors with a remedy.
 
-    :raises CannotFollow: in place of the server's error, and of what this role lacks.
+    :raises CannotFollow: in place of the server's error, or of a missing privilege.
     """
     try:
         yield
     except (*_REFUSALS, MissingPrivilege) as e:
         reason = e.message if isinstance(e, MissingPrivilege) else e.diag.message_primary
         raise CannotFollow(
-            f"the target table {target.schema}.{target.name} cannot be changed as {target.table.label} was: {reason}",
-            "Nothing from this change on has been applied. Remove what stands in the way at the target, then start"
-            " again: drop a view or constraint that uses the column, to make it anew afterwards; rename a column whose"
-            " name is taken, or whose old values cannot be converted.",
+            f"the target table {target.schema}.{target.name} cannot be changed like {target.table.label}: {reason}",
+            "Nothing from this change on has been applied. Remove the obstacle at the target, then start again: drop a"
+            " view or constraint that uses the column, and recreate it afterwards; or rename a column whose name is"
+            " taken, or whose old values cannot be converted.",
         ) from e
 
 
@@ -115,7 +115,7 @@ class _Change:
         rows(self._connection, sql.SQL("ALTER TABLE {table} " + text).format(table=self._table, **parts))
 
     def _columns(self) -> dict[str, str]:
-        """The target's columns and their types."""
+        """Return the target's columns and their types."""
         query = (
             "SELECT attname, format_type(atttypid, atttypmod) FROM pg_attribute"
             " WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped"
@@ -141,7 +141,7 @@ class _Change:
                 self._add(column)
             elif column.name in added:
                 if self._rows_stay:
-                    raise RowsNeeded(f"the target has a column {column.name} of its own")
+                    raise RowsNeeded(f"the target already has a column {column.name}")
                 self._retype(column)
         former = {new: old for old, new in change.renamed}
         types = {column.name: column for column in before.table.columns}
@@ -156,18 +156,18 @@ class _Change:
             self._alter("ADD PRIMARY KEY ({key})", key=key)
 
     def _refuse_loss(self, column: Column) -> None:
-        """Leave no rows without values of a column that the target has had."""
+        """Refuse to leave rows without values of a column that the target had."""
         if self._mode == "mirror" and column.name in self._target.table.key:
             label = f"{self._target.schema}.{self._target.name}"
             raise CannotFollow(
-                f"the target table {label} has no column {column.name}, which is of its key",
-                "If it has been renamed, give it its name back, then start again.",
+                f"the target table {label} has no column {column.name}, which is part of its key",
+                "If the column was renamed, restore its name, then start again.",
             )
         if self._rows_stay:
             raise RowsNeeded(f"the target has no column {column.name}")
 
     def _end_defaults(self, names: Sequence[str]) -> None:
-        """Let columns of a changelog that the source has dropped get no values, whatever default somebody gave them."""
+        """Reset the default of changelog columns that the source has dropped, so that they get no values."""
         present = self._columns()
         for name in names:
             if name in present:
@@ -175,11 +175,11 @@ class _Change:
                 self._alter("ALTER COLUMN {name} SET DEFAULT {null}", name=sql.Identifier(name), null=null)
 
     def _takes_all(self, column: Column, kind: str) -> bool:
-        """Whether somebody has made a column text, so that it takes the values that its type refuses."""
+        """Return whether a column was made text by hand, so that it accepts values that its type refuses."""
         return kind == "text" and column_type(self._connection, self._mode, column).bare != "text"
 
     def _rename(self, change: Redefinition) -> None:
-        """By way of names of our own, since a column may take the name that another one leaves."""
+        """Rename columns, through temporary names if a column takes the name of another one."""
         present = self._columns()
         lost = [old for old, _ in change.renamed if old not in present]
         if lost and self._rows_stay:
@@ -193,7 +193,7 @@ class _Change:
 
     def _retype(self, column: Column) -> None:
         kind = column_type(self._connection, self._mode, column)
-        # In a mirror that is read again there are no rows to convert, and types that nothing converts.
+        # A mirror that is read again has no rows to convert, and its types may not be convertible.
         name = sql.Identifier(column.name)
         empty = self._mode == "mirror" and not self._rows_stay
         value = sql.SQL("NULL") if empty else sql.SQL("{}::{}").format(name, sql.SQL(kind.bare))
@@ -205,13 +205,13 @@ class _Change:
         )
 
     def _add(self, column: Column) -> None:
-        """Add a column; rows that stay get what the source's rows from before have in it."""
+        """Add a column; existing rows get the value that the source's earlier rows have."""
         kind = column_type(self._connection, self._mode, column)
         name = sql.Identifier(column.name)
         value = no_value(kind.bare)
         if column.missing is not None and self._rows_stay:
             value = sql.SQL("{}::{}").format(sql.Literal(column.missing), sql.SQL(kind.bare))
-        # Always stated: without, the rows would get what the type has as a default here.
+        # Always stated, because otherwise the rows would get the type's default at the target.
         self._alter("ADD COLUMN {name} {kind} DEFAULT {value}", name=name, kind=sql.SQL(kind.full), value=value)
         self._alter("ALTER COLUMN {name} DROP DEFAULT", name=name)
         if self._mode == "changelog" and column.missing is not None and self._rows_stay:
@@ -220,7 +220,7 @@ class _Change:
             rows(self._connection, clear)
 
     def _drop_key(self, before: Target) -> None:
-        """Drop the unique constraints and indexes on the old key, and what they demanded of its columns."""
+        """Drop the unique constraints and indexes on the old key, and NOT NULL of its columns."""
         query = (
             "SELECT i.indexrelid::regclass::text, c.conname FROM pg_index i"
             " LEFT JOIN pg_constraint c ON c.conindid = i.indexrelid AND c.conrelid = i.indrelid"

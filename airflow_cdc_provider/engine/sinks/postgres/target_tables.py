@@ -1,7 +1,7 @@
-"""How a target table of the Postgres sink is defined: created from its source table, and changed as that is.
+"""The definition of a target table of the Postgres sink: its creation from the source table, and its changes.
 
-In a mirror the target has the source's columns. In a changelog the history stays: a column that the source has
-dropped is left as it is, and gets no values any more.
+In a mirror, the target has the source's columns. In a changelog, the history stays: a column that the source has
+dropped is kept, but gets no more values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from airflow_cdc_provider.engine.postgres.connection import Connection, rows, sc
 from airflow_cdc_provider.engine.sinks.postgres.column_types import column_definition, column_type
 from airflow_cdc_provider.engine.sinks.postgres.obstacles import find_obstacles, require_clear
 from airflow_cdc_provider.engine.sinks.postgres.packed_rows import require_width
-from airflow_cdc_provider.engine.sinks.postgres.prepared_tables import Misfit, misfits, require_kept, target_columns
+from airflow_cdc_provider.engine.sinks.postgres.prepared_tables import (
+    ColumnMismatch,
+    column_mismatches,
+    require_kept,
+    target_columns,
+)
 
 CHANGELOG_COLUMNS = {
     "_op": '"char" NOT NULL',
@@ -28,11 +33,11 @@ CHANGELOG_COLUMNS = {
     "_before": "jsonb",
     "_unchanged": "text[]",
 }
-"""Names and types of the columns that a changelog has beside the source's."""
+"""Names and types of a changelog's additional columns."""
 
 
 CHANGELOG_TYPES = {name: kind.removesuffix(" NOT NULL") for name, kind in CHANGELOG_COLUMNS.items()}
-"""The same, without what is demanded of them."""
+"""The same, without NOT NULL."""
 
 
 _SPELLED = {"timestamptz": "timestamp with time zone"}
@@ -45,12 +50,12 @@ def prepare_target(
     target: Target,
     convert: bool = False,
 ) -> None:
-    """Create a target table, or accept it if it is ours or empty, and record it.
+    """Create a target table, or accept it if it is the pipeline's or empty, and record it.
 
     :param convert: accept columns whose types do not keep the source's values.
-    :raises ForeignTable: when it has rows that are not ours, or is another pipeline's, or lacks columns, or has some
-        that do not keep the source's values.
-    :raises TargetConflict: when it would refuse or change what is written.
+    :raises ForeignTable: when it has rows that the pipeline did not write, belongs to another pipeline, lacks columns,
+        or has columns that do not keep the source's values.
+    :raises TargetConflict: when it would refuse or change written rows.
     """
     table = sql.Identifier(target.schema, target.name)
     ours = rows(
@@ -84,20 +89,24 @@ def prepare_target(
             definitions.append(sql.SQL("PRIMARY KEY ({})").format(key))
         rows(connection, sql.SQL("CREATE TABLE {} ({})").format(table, sql.SQL(", ").join(definitions)))
         if mode == "changelog" or not target.table.key:
-            # A publication of all tables would refuse to update or delete rows that nothing identifies.
+            # A publication of all tables would refuse to update or delete rows without a replica identity.
             rows(connection, sql.SQL("ALTER TABLE {} REPLICA IDENTITY FULL").format(table))
     if not ours:
-        require_kept(target, _misfits(connection, mode, target), convert)
+        require_kept(target, _column_mismatches(connection, mode, target), convert)
     record_target(connection, pipeline, target)
 
 
-def _misfits(connection: Connection, mode: Literal["mirror", "changelog"], target: Target) -> list[Misfit]:
-    """Compare the columns of a target table with those that it would be created with."""
-    return misfits(connection, target, target_columns(connection, target), wanted_columns(connection, mode, target))
+def _column_mismatches(
+    connection: Connection, mode: Literal["mirror", "changelog"], target: Target
+) -> list[ColumnMismatch]:
+    """Compare the columns of a target table with those of a new one."""
+    return column_mismatches(
+        connection, target, target_columns(connection, target), wanted_columns(connection, mode, target)
+    )
 
 
 def wanted_columns(connection: Connection, mode: Literal["mirror", "changelog"], target: Target) -> dict[str, str]:
-    """The columns that a target table is created with, and their types."""
+    """Return the columns and types of a new target table."""
     columns = {column.name: column_type(connection, mode, column).bare for column in target.table.columns}
     if mode == "changelog":
         columns |= {name: _SPELLED.get(kind, kind) for name, kind in CHANGELOG_TYPES.items()}
@@ -111,10 +120,10 @@ def adopt_target(
     target: Target,
     convert: bool = False,
 ) -> None:
-    """Accept a target table as ours, whose definition nobody has recorded; its rows will be replaced.
+    """Accept an unrecorded target table as the pipeline's; its rows will be replaced.
 
     :param convert: see :func:`prepare_target`.
-    :raises ForeignTable: when it is not defined as its source table is now, or is another pipeline's.
+    :raises ForeignTable: when its definition differs from its source table's, or it belongs to another pipeline.
     """
     table = sql.Identifier(target.schema, target.name)
     _refuse_anothers(connection, pipeline, target)
@@ -125,16 +134,17 @@ def adopt_target(
         " WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped AND attgenerated = ''"
     )
     found = {name for (name,) in rows(connection, query, [table.as_string(connection)])}
-    if mode == "changelog":  # it keeps columns that are gone
+    if mode == "changelog":  # it keeps columns that the source has dropped
         found &= wanted.keys()
-    differs = found != wanted.keys() or (not convert and bool(_misfits(connection, mode, target)))
+    differs = found != wanted.keys() or (not convert and bool(_column_mismatches(connection, mode, target)))
     if differs:
         shown = ", ".join(f"{name} {kind}" for name, kind in wanted.items())
         key = f", and a unique key on ({', '.join(target.table.key)})" if mode == "mirror" and target.table.key else ""
         raise ForeignTable(
-            f"the target table {target.schema}.{target.name} is not defined as {target.table.label} is now; its columns"
-            f" would be {shown}{key}",
-            "Give it these, or drop or rename it, so that it is created; then run `airflow-cdc resnapshot --all`.",
+            f"the target table {target.schema}.{target.name} is not defined like {target.table.label}; its columns"
+            f" should be {shown}{key}",
+            "Add these columns, or drop or rename the table, so that it is created; then run"
+            " `airflow-cdc resnapshot --all`.",
         )
     record_target(connection, pipeline, target)
 
@@ -151,13 +161,13 @@ def _refuse_anothers(connection: Connection, pipeline: str, target: Target) -> N
         names = ", ".join(repr(owner) for (owner,) in owners)
         raise ForeignTable(
             f"the target table {target.schema}.{target.name} belongs to pipeline {names}",
-            "Give this pipeline another target schema (`sink.schema`); or, if the other one is not needed any more, run"
-            " `airflow-cdc drop` with its file, then try again.",
+            "Give this pipeline another target schema (`sink.schema`). Or, if the other pipeline is not needed anymore,"
+            " run `airflow-cdc drop` with its file, then try again.",
         )
 
 
 def record_target(connection: Connection, pipeline: str, target: Target) -> None:
-    """Enter a target table into the commit record, as one of ours."""
+    """Add a target table to the commit record as the pipeline's."""
     rows(
         connection,
         "INSERT INTO airflow_cdc.tables (pipeline, source_table, target_schema, target_table, definition)"

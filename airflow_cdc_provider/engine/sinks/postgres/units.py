@@ -1,4 +1,6 @@
-"""Units of the stream in Postgres: staged by tasks, and committed with the record in one transaction."""
+"""Writes units of the stream to Postgres: tasks stage them, and they are committed with the record in
+one transaction.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,17 @@ from airflow_cdc_provider.engine.sinks.postgres.record import PostgresRecord
 from airflow_cdc_provider.engine.sinks.postgres.refused_values import refusals
 from airflow_cdc_provider.engine.sinks.postgres.shared_staging import gather
 from airflow_cdc_provider.engine.sinks.postgres.staged_rows import rows_to_stage
-from airflow_cdc_provider.engine.sinks.postgres.staging_tables import TableStatements
+from airflow_cdc_provider.engine.sinks.postgres.staging_tables import PostgresTableStatements
 from airflow_cdc_provider.engine.sinks.staged import Share, Staged, StagedPiece
 from airflow_cdc_provider.engine.sinks.transactional.target_table import TargetTable
 
 T = TypeVar("T")
-_NAMED = 100  # tables by a statement at most
+_NAMED = 100  # maximum number of tables in a statement
 
 
 @dataclass(frozen=True)
 class PostgresUnits(PostgresRecord):
-    """See :class:`.contract.Sink`: units."""
+    """The part of a Postgres sink that writes units."""
 
     def _write_deposit(self, tx: Connection, name: str, data: bytes | bytearray) -> None:
         rows(tx, "SET LOCAL synchronous_commit = off")
@@ -64,7 +66,7 @@ class PostgresUnits(PostgresRecord):
             elif staged_rows.num_rows:
                 relation = f"{self._staging_prefix}{attempt}_{number}"
                 target = targets[effect.label]
-                statements = TableStatements(connection, target, self.mode)
+                statements = PostgresTableStatements(connection, target, self.mode)
                 if COUNT in staged_rows.column_names:
                     statements.create_counted_staging(relation, staged_rows.column_names)
                 elif self.mode == "mirror":
@@ -91,20 +93,21 @@ class PostgresUnits(PostgresRecord):
         return staged
 
     def commit_as_staged(self, epoch: int, start: LogPosition, end: LogPosition, pieces: Iterator[StagedPiece]) -> bool:
-        """See :meth:`.contract.Eager.commit_as_staged`."""
+        """Commit a unit while its last pieces are still being staged."""
         return self._commit(epoch, start, end, pieces, None)
 
     def _check_deferred(self, tx: Connection) -> None:
         rows(tx, "SET CONSTRAINTS ALL IMMEDIATE")
 
     def _table(self, tx: Connection, target: Target) -> TargetTable:
-        return TableStatements(tx, target, self.mode)
+        return PostgresTableStatements(tx, target, self.mode)
 
     def _tables(self, tx: Connection, targets: Iterable[Target]) -> Mapping[str, TargetTable]:
         found = list(targets)
         keys = TargetKey.of_all(tx, found if self.mode == "mirror" else [])
         return {
-            target.table.label: TableStatements(tx, target, self.mode, keys.get(target.table.label)) for target in found
+            target.table.label: PostgresTableStatements(tx, target, self.mode, keys.get(target.table.label))
+            for target in found
         }
 
     def _advance(self, tx: Connection, end: LogPosition) -> None:
@@ -158,7 +161,7 @@ class PostgresUnits(PostgresRecord):
             rows(connection, sql.SQL("DROP TABLE IF EXISTS {}").format(sql.Identifier("airflow_cdc", name)))
 
     def drop(self) -> None:
-        """See :meth:`.contract.CommitRecord.drop`."""
+        """Remove the commit record, everything staged and all deposits."""
         with self._transaction() as connection:
             if scalar(connection, "SELECT to_regclass('airflow_cdc.pipelines')") is None:
                 return
@@ -181,10 +184,10 @@ class PostgresUnits(PostgresRecord):
 
     @property
     def _mark(self) -> str:
-        """Of a fixed length, so that no pipeline's prefix begins another's."""
+        """Return a mark of fixed length, so that no pipeline's prefix begins another's."""
         return hashlib.sha256(self.pipeline.encode()).hexdigest()[:12]
 
 
 def _portions(things: Sequence[T]) -> Iterator[Sequence[T]]:
-    """As many at a time as a statement may well name."""
+    """Yield slices small enough to be named in one SQL statement."""
     return (things[start : start + _NAMED] for start in range(0, len(things), _NAMED))

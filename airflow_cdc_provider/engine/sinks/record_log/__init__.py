@@ -1,1 +1,1 @@
-"""What sinks share whose store has no transactions: a commit record that is a log of entries."""
+"""Shared code of sinks without transactions: a commit record that is a log of entries."""

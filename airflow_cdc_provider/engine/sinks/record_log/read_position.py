@@ -1,4 +1,4 @@
-"""Where rows that were read from the source stand in a changelog: behind all that was read at the same LSN before."""
+"""Determines the position of rows read from the source in a changelog: after earlier reads at the same LSN."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from airflow_cdc_provider.engine.core.record import FIRST_READ
 
 
 @dataclass(frozen=True)
-class Room:
-    """A place for rows.
+class ReadPosition:
+    """A position for rows.
 
     :param lsn: the applied LSN.
-    :param seq: of the rows.
-    :param marker: ``_seq`` of the rows that say that they are read again; ``None`` when there is nothing to replace.
+    :param seq: ``_seq`` of the rows.
+    :param marker: ``_seq`` of the events that announce the re-read; ``None`` if there is nothing to replace.
     """
 
     lsn: LogPosition
@@ -22,14 +22,14 @@ class Room:
     marker: int | None
 
 
-def room_at(lsn: LogPosition, last: int | None, replacing: bool) -> Room:
-    """Where rows that are read now stand.
+def read_position(lsn: LogPosition, last: int | None, replacing: bool) -> ReadPosition:
+    """Return the position for rows that are read now.
 
     :param lsn: the applied LSN.
-    :param last: the highest ``_seq`` of the rows that have been read at that LSN; ``None`` without any.
-    :param replacing: they replace what the changelog amounts to, which has rows.
+    :param last: the highest ``_seq`` of rows read at that LSN before; ``None`` if there are none.
+    :param replacing: the rows replace those of the changelog, which has some.
     """
     if not replacing:
-        return Room(lsn, FIRST_READ, None)
+        return ReadPosition(lsn, FIRST_READ, None)
     marker = FIRST_READ if last is None else last + 1
-    return Room(lsn, marker + 1, marker)
+    return ReadPosition(lsn, marker + 1, marker)

@@ -1,8 +1,8 @@
-"""The commit record of sinks whose store is no database: contents that are changed entry by entry.
+"""The commit record of sinks whose store is not a database: contents that change entry by entry.
 
-What the contents are and how an entry changes them is said by :mod:`.record_contents`, and how it is appended by the
-store: a log of files, or a topic. Whoever appends decides by what the store holds at that moment; so an overtaken run,
-whose epoch that does not say any more, can append nothing.
+:mod:`.record_contents` defines the contents and the changes by entries. The store defines how an entry is appended: to
+a log of files, or to a topic. A process that appends decides by the store's contents at that moment. So an overtaken
+run, whose epoch is no longer in the contents, can append nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from airflow_cdc_provider.engine.core.errors import (
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import LogPosition, parse_lsn
 from airflow_cdc_provider.engine.core.record import Record, Target
-from airflow_cdc_provider.engine.postgres.server_identity import Origin
+from airflow_cdc_provider.engine.postgres.server_identity import ServerIdentity
 from airflow_cdc_provider.engine.sinks.protocol_errors import (
     provisioned_meanwhile,
     read_again_since,
@@ -36,11 +36,11 @@ from airflow_cdc_provider.engine.sinks.staged import StagedPiece
 
 @dataclass(frozen=True)
 class Commit:
-    """What an entry commits.
+    """The commit of an entry.
 
-    :param now: changes the contents with the entry.
-    :param work: is then to be carried out beside the log, see :meth:`LakeRecord._carry_out`; ``None`` for nothing.
-    :param then: changes the contents when that has been done.
+    :param now: change of the contents with the entry.
+    :param work: work to do outside of the log afterwards, see :meth:`LakeRecord._carry_out`; ``None`` for none.
+    :param then: change of the contents when the work has been done.
     """
 
     now: Change = field(default_factory=Change)
@@ -51,27 +51,26 @@ class Commit:
 class ChangesRecord(ABC):
     """A pipeline's commit record.
 
-    :ivar pipeline: name of the pipeline.
-    :ivar mode: ``mirror`` or ``changelog``.
+    :ivar pipeline: name of the pipeline. :ivar mode: ``mirror`` or ``changelog``.
     """
 
     pipeline: str
     mode: Literal["mirror", "changelog"]
 
-    # -- what a store does --------------------------------------------------------------------------
+    # -- store --------------------------------------------------------------------------------------
 
     @property
     @abstractmethod
     def place(self) -> str:
-        """Where the store is, for messages."""
+        """Return the location of the store, for messages."""
 
     @abstractmethod
     def _current(self) -> Contents | None:
-        """What the record holds; ``None`` when there is none."""
+        """Return the contents of the record; ``None`` if there is none."""
 
     @abstractmethod
     def _others(self) -> Iterable[tuple[str, Contents]]:
-        """What the records of other pipelines in the store hold, by their names."""
+        """Yield the names and contents of other pipelines' records in the store."""
 
     def _require_store(self) -> None:  # noqa: B027 - not every store has conditions
         """Refuse a store that cannot keep a record; touch nothing."""
@@ -80,81 +79,82 @@ class ChangesRecord(ABC):
     def _begin(self, change: Change, what: str) -> bool:
         """Begin a record.
 
-        :returns: false when there is one already.
+        :returns: false if there is one already.
         """
 
     @abstractmethod
     def _append(self, epoch: int | None, what: str, decide: Callable[[Contents], Commit | None]) -> Contents | None:
-        """Append an entry, then carry out what it decides.
+        """Append an entry, then do the work that it decides.
 
-        :param epoch: of the run; ``None`` for who takes it, or needs none.
+        :param epoch: epoch of the run; ``None`` to take it, or for entries that need none.
         :param what: the entry's title, for people.
-        :param decide: says from the contents what is to be committed, ``None`` for nothing. Called again when another
-            has appended meanwhile, so it must do nothing but decide.
-        :returns: the contents afterwards; ``None`` when nothing was to be committed.
-        :raises Fenced: when the epoch is another's.
+        :param decide: returns the commit for the contents, ``None`` for none. It is called again if another process has
+            appended meanwhile, so it must not have side effects.
+        :returns: the contents afterwards; ``None`` if there was nothing to commit.
+        :raises Fenced: when another run has the epoch.
         """
 
-    # -- what a sink does beside the record ---------------------------------------------------------
+    # -- targets ------------------------------------------------------------------------------------
 
     @abstractmethod
     def _check_target(self, target: Target, recorded: Target | None, ours: bool, start: LogPosition | None) -> None:
-        """Refuse a target that is not there for this pipeline; touch nothing.
+        """Refuse a target that this pipeline may not use; touch nothing.
 
-        :param recorded: the target of the record for this table; ``None`` when it joins.
-        :param ours: the target is known to be the pipeline's, although no record says so.
-        :param start: where the slot begins; ``None`` for a table that joins a running pipeline.
+        :param recorded: the recorded target for this table; ``None`` if it joins.
+        :param ours: the target is known to be the pipeline's, although it is not recorded.
+        :param start: start of the slot; ``None`` for a table that joins a running pipeline.
         :raises ForeignTable: see :meth:`.contract.Sink.prepare`.
         :raises GateClosed: likewise.
         """
 
     def _has(self, contents: Contents, target: Target) -> bool:
-        """Whether what another pipeline's record holds has a target that the store takes for ``target``."""
+        """Return whether another pipeline's record has a target that is the same as ``target`` in the store."""
         own = self._known_as(target.schema, target.name)
         tables = contents.get("tables", {}).values()
         return any(self._known_as(table["schema"], table["name"]) == own for table in tables)
 
     def _known_as(self, schema: str, name: str) -> Hashable:
-        """By what the store tells a target from others."""
+        """Return what identifies a target in the store."""
         return schema, name
 
-    def _require_apart(self, targets: Sequence[Target]) -> None:  # noqa: B027 - nor takes two for one
-        """Refuse targets of the pipeline that the store takes for one.
+    def _require_apart(self, targets: Sequence[Target]) -> None:  # noqa: B027 - few stores need it
+        """Refuse targets of the pipeline that would be the same in the store.
 
         :raises ConfigError: naming two.
         """
 
-    def _create(self, targets: Sequence[Target]) -> None:  # noqa: B027 - nor has empty tables
-        """Make what targets need before the record tells of them: empty tables, or nothing. Idempotent."""
+    def _create(self, targets: Sequence[Target]) -> None:  # noqa: B027 - few stores need it
+        """Create what targets need before they are recorded: empty tables, or nothing. Idempotent."""
 
     def _described(self, contents: Contents, targets: Sequence[Target], ours: Collection[str]) -> Change:
-        """What the sink's own sections say of targets that join, or begin again.
+        """Return the change of the sink's own sections for targets that join, or begin again.
 
-        :param contents: before; empty for a pipeline that begins.
-        :param ours: labels of targets that are known to be the pipeline's, although no record says so.
+        :param contents: contents before the change; empty for a pipeline that begins.
+        :param ours: labels of targets that are known to be the pipeline's, although they are not recorded.
         """
         return Change()
 
     def _fit(self, contents: Contents, targets: Sequence[Target]) -> Mapping[str, Any] | None:
-        """The work that gives recorded targets, all of whose rows will be replaced, the columns of ``targets``."""
+        """Return the work that gives recorded targets the columns of ``targets``; all their rows will be replaced."""
         return None
 
     # -- the record ---------------------------------------------------------------------------------
 
     def _contents(self, epoch: int | None) -> Contents:
-        """What the record holds.
+        """Return the contents of the record.
 
-        :param epoch: of the run; ``None`` for any.
-        :raises Fenced: when the epoch is another's, or there is no record any more.
+        :param epoch: epoch of the run; ``None`` for any.
+        :raises Fenced: when another run has the epoch, or the record no longer exists.
         """
         return self._owned(self._current(), epoch)
 
     def _owned(self, contents: Contents | None, epoch: int | None) -> Contents:
-        """The contents, if they are there and the epoch's."""
+        """Return the contents if they exist and have the epoch."""
         if contents is None:
             raise Fenced(
-                f"the sink {self.place} has no commit record of pipeline {self.pipeline} any more",
-                "Nothing to do if the pipeline has been dropped; otherwise start it again, and it says what helps.",
+                f"the sink {self.place} has no commit record of pipeline {self.pipeline} anymore",
+                "If the pipeline was dropped, no action is needed. Otherwise start the pipeline again; it will report"
+                " what to do next.",
             )
         current = contents["head"]["epoch"]
         if epoch is not None and current != epoch:
@@ -162,7 +162,7 @@ class ChangesRecord(ABC):
         return contents
 
     def record(self) -> Record | None:
-        """See :meth:`.contract.Sink.record`."""
+        """Return the commit record; ``None`` if there is none."""
         contents = self._current()
         return None if contents is None else record_contents.record_of(contents)
 
@@ -175,7 +175,7 @@ class ChangesRecord(ABC):
         ours: Collection[str] = (),
         rehearsal: bool = False,
     ) -> None:
-        """See :meth:`.contract.Sink.prepare`."""
+        """Create the commit record, and create or accept targets."""
         self._require_store()
         self._check(targets, {}, start, ours)
         begun = provisioned_meanwhile(self.pipeline)
@@ -192,14 +192,14 @@ class ChangesRecord(ABC):
         failpoint("after-plan")
 
     def check_targets(self, targets: Sequence[Target]) -> None:
-        """Refuse targets, recorded ones or others, that are not there for this pipeline; touch nothing.
+        """Refuse recorded or other targets that this pipeline may not use; touch nothing.
 
         :raises CdcError: as :meth:`.contract.Sink.prepare`.
         """
         self._check(targets, record_contents.targets_of(self._current() or {}))
 
     def add(self, epoch: int, targets: Sequence[Target], chunks: Sequence[Chunk]) -> None:
-        """See :meth:`.contract.Sink.add`."""
+        """Add tables to the commit record, and create or accept their targets."""
         self._check(targets, record_contents.targets_of(self._contents(epoch)))
         self._create(targets)
         failpoint("before-plan")
@@ -218,7 +218,7 @@ class ChangesRecord(ABC):
         start: LogPosition,
         rehearsal: bool = False,
     ) -> None:
-        """See :meth:`.contract.Sink.restart`."""
+        """Begin again at another start of the slot, with every table as one unfinished chunk."""
         recorded = record_contents.targets_of(self._contents(epoch))
         self._check(targets, recorded, start)
         if rehearsal:
@@ -234,21 +234,20 @@ class ChangesRecord(ABC):
         self._append(epoch, "restarted", decide)
 
     def forget(self, epoch: int, labels: Sequence[str]) -> None:
-        """See :meth:`.contract.Sink.forget`."""
+        """Remove tables from the commit record."""
         if labels:
             self._append(
                 epoch, "tables forgotten", lambda contents: Commit(record_contents.forgotten(contents, labels))
             )
 
-    def note_source(self, epoch: int, values: Mapping[str, Any]) -> None:
-        """See :meth:`.contract.Sink.note_source`."""
+    def record_source(self, epoch: int, values: Mapping[str, Any]) -> None:
+        """Change values of the record's ``identity``."""
         self._append(epoch, "source noted", lambda contents: Commit(record_contents.noted(values)))
 
     def take_epoch(self, owner: str, at_least: int = 0) -> int:
-        """See :meth:`.contract.Sink.take_epoch`; what an earlier run has decided is then carried out, and in the
-        record.
+        """Make ``owner`` the only process that may commit, then complete a step that an earlier run has decided.
 
-        :raises CdcError: when it cannot be. The epoch has been taken all the same.
+        :raises CdcError: when the step cannot be completed; the epoch has been taken nevertheless.
         """
         failpoint("before-epoch")
         taken: list[int] = []
@@ -264,30 +263,30 @@ class ChangesRecord(ABC):
 
     @contextmanager
     def fenced(self, epoch: int) -> Iterator[None]:
-        """See :meth:`.contract.Sink.fenced`. Nobody can be kept from taking it: it is looked at, before and afterwards.
+        """Check the epoch before and after the block, because this store cannot keep others from taking it.
 
-        What is done beside the sink may therefore be done by a run that is overtaken right then; it is told afterwards.
+        A run that is overtaken within the block may therefore still do the work in it; it gets the error afterwards.
         """
         self._contents(epoch)
         yield
         self._contents(epoch)
 
-    # -- what every commit asks ---------------------------------------------------------------------
+    # -- checks of every commit ---------------------------------------------------------------------
 
-    def _is_open(self, contents: Contents, chunk: Chunk, origin: Origin) -> bool:
-        """Whether a chunk is still to be committed.
+    def _is_open(self, contents: Contents, chunk: Chunk, origin: ServerIdentity) -> bool:
+        """Return whether a chunk still has to be committed.
 
-        :raises StreamFailed: when it was read from another server than the one that the pipeline has gone on to.
+        :raises StreamFailed: when it was read from a server other than the pipeline's current one.
         """
-        require_origin(chunk, origin, Origin.of(contents["source"]))
+        require_origin(chunk, origin, ServerIdentity.of(contents["source"]))
         recorded = contents.get("chunks", {}).get(record_contents.chunk_key(chunk))
         return recorded is not None and "snapshot" not in recorded
 
     def _is_next(self, contents: Contents, start: LogPosition, end: LogPosition, pieces: Sequence[StagedPiece]) -> bool:
-        """Whether the unit ``(start, end]`` is still to be committed.
+        """Return whether the unit ``(start, end]`` still has to be committed.
 
         :raises GateClosed: when it does not begin where the record ends.
-        :raises StagingLost: when rows were read again since it was staged: they hold changes that it would take back.
+        :raises StagingLost: when rows were read again after staging; the unit would undo changes in them.
         """
         applied = parse_lsn(contents["head"]["applied"])
         if applied >= end:
@@ -306,11 +305,11 @@ class ChangesRecord(ABC):
         start: LogPosition | None = None,
         ours: Collection[str] = (),
     ) -> None:
-        """Refuse targets that are not there for this pipeline; touch nothing.
+        """Refuse targets that this pipeline may not use; touch nothing.
 
-        :param recorded: by label; tables stay beside those of ``targets``, unless all begin.
-        :param start: where the slot begins; ``None`` for tables that join a running pipeline.
-        :param ours: labels of targets that are known to be the pipeline's, although no record says so.
+        :param recorded: recorded targets by label; their tables stay in the pipeline, unless all begin again.
+        :param start: start of the slot; ``None`` for tables that join a running pipeline.
+        :param ours: labels of targets that are known to be the pipeline's, although they are not recorded.
         """
         staying = recorded if start is None else {}
         self._require_apart(list({**staying, **{target.table.label: target for target in targets}}.values()))
@@ -325,6 +324,6 @@ class ChangesRecord(ABC):
             if self._has(contents, target):
                 raise ForeignTable(
                     f"the target table {target.schema}.{target.name} belongs to pipeline {pipeline!r}",
-                    "Give this pipeline another target schema (`sink.schema`); or, if the other one is not needed any"
-                    " more, run `airflow-cdc drop` with its file, then try again.",
+                    "Give this pipeline another target schema (`sink.schema`). Or, if the other pipeline is not needed"
+                    " anymore, run `airflow-cdc drop` with its file, then try again.",
                 )

@@ -1,18 +1,18 @@
-"""What an entry of the log changes, and what the entries before it amount to. Pure functions.
+"""The contents of a log of entries, and their changes by entries. Pure functions.
 
-The *contents* of a log are JSON values by section and key. A :class:`Change` removes some and sets others, whole; so
-whatever the sections are, the contents are the changes of all entries in their order, and any entry can carry the
-contents as they are after it.
+The *contents* of a log are JSON values by section and key. A :class:`Change` removes some and sets others, always as
+whole values. So the contents are the result of the changes of all entries in order, whatever the sections are, and any
+entry can include the contents after it.
 
 ==========  ===============================================================================================
 ``head``    ``epoch``, ``owner``, ``applied``, ``advanced``; nothing before the pipeline is provisioned
 ``source``  the record's ``identity``
 ``tables``  by label: ``definition``, ``schema``, ``name``
 ``chunks``  by label and index: ``definition``, ``keys``, ``snapshot``, ``high``, ``rows``, ``epoch``
-``step``    what has been decided and may not have been carried out beside the log yet, see :class:`Step`
+``step``    work that has been decided but may not have been done yet, see :class:`Step`
 ==========  ===============================================================================================
 
-A sink may have further sections of its own.
+A sink may have additional sections.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from airflow_cdc_provider.engine.core.table import Table
 Contents = Mapping[str, Mapping[str, Any]]
 """JSON values by section and key."""
 
-_VALUE_BYTES = 256 << 10  # about; a store may write each value as a message of limited size
+_VALUE_BYTES = 256 << 10  # approximate; a store may write each value as a message of limited size
 
 
 @dataclass(frozen=True)
 class Change:
-    """What becomes of the contents of a log: keys are removed, then others set.
+    """A change of a log's contents: keys are removed, then others are set.
 
     :param removed: keys by section.
-    :param emptied: sections of which nothing stays.
+    :param emptied: sections that are emptied.
     """
 
     set: Contents = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Change:
     emptied: Sequence[str] = ()
 
     def apply(self, contents: Contents) -> Contents:
-        """The contents after the change."""
+        """Return the contents after the change."""
         after = {name: section for name, section in contents.items() if name not in self.emptied}
         for name, keys in self.removed.items():
             gone = set(keys)
@@ -57,14 +57,14 @@ class Change:
         return {name: section for name, section in after.items() if section}
 
     def __add__(self, other: Change) -> Change:
-        """Both, of which the other one removes nothing that this one has set.
+        """Return both changes in sequence; the second must not remove a value that the first sets.
 
-        :raises ValueError: if it does.
+        :raises ValueError: when it does.
         """
         clash = [name for name in other.emptied if name in self.set]
         clash += [name for name, keys in other.removed.items() if set(keys) & set(self.set.get(name, ()))]
         if clash:
-            raise ValueError(f"a change of {', '.join(clash)} would be taken back")
+            raise ValueError(f"a change of {', '.join(clash)} would be undone")
         names = [*self.set, *(name for name in other.set if name not in self.set)]
         removed = [*self.removed, *(name for name in other.removed if name not in self.removed)]
         return Change(
@@ -74,24 +74,25 @@ class Change:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The change as JSON values; :meth:`from_dict` reads them back."""
+        """Return the change as JSON values; :meth:`from_dict` reads them back."""
         parts = {"set": self.set, "removed": self.removed, "emptied": self.emptied}
         return {name: part for name, part in parts.items() if part}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Change:
-        """Read what :meth:`to_dict` wrote."""
+        """Return the change from the values of :meth:`to_dict`."""
         return cls(**values)
 
 
 @dataclass(frozen=True)
 class Step:
-    """Something decided that is to be done beside the log, as often as it takes, and by whoever comes by.
+    """Decided work outside of the log, which any process may do, repeatedly if necessary.
 
-    :param number: of the entry that decided it. Numbers only grow, also from one log of a pipeline to the next: what
-        has noted a step's number, as a table can in the same commit as its rows, has it behind it, and all before.
-    :param work: what is to be done; JSON values.
-    :param then: the change of the entry that says that it has been done.
+    :param number: number of the entry that decided it. Numbers only grow, even from one log of a pipeline to the next.
+        An object that records a step's number together with its change, such as a table, contains this step and all
+        before.
+    :param work: the work; JSON values.
+    :param then: the change of the entry that reports the completion.
     """
 
     number: int
@@ -100,40 +101,40 @@ class Step:
 
 
 def step_of(contents: Contents) -> Step | None:
-    """The step that has been decided and not been said to be done."""
+    """Return the step that has been decided but not reported as done."""
     found = contents.get("step")
     return None if not found else Step(found["number"], found["work"], Change.from_dict(found["then"]))
 
 
 def decided(number: int, work: Mapping[str, Any], then: Change) -> Change:
-    """A step is to be carried out."""
+    """Return the change that decides a step."""
     return Change({"step": {"number": number, "work": work, "then": then.to_dict()}})
 
 
 def carried_out(step: Step) -> Change:
-    """A step has been carried out."""
+    """Return the change that reports a step as done."""
     return step.then + Change(emptied=["step"])
 
 
 def targets_of(contents: Contents) -> dict[str, Target]:
-    """The recorded targets by label."""
+    """Return the recorded targets by label."""
     return {label: target_of(contents, label) for label in sorted(contents.get("tables", {}))}
 
 
 def target_of(contents: Contents, label: str) -> Target:
-    """The recorded target of a table."""
+    """Return the recorded target of a table."""
     found = contents["tables"][label]
     return Target(Table.from_dict(found["definition"]), found["schema"], found["name"])
 
 
 def highest(contents: Contents, label: str | None = None) -> LogPosition:
-    """The highest H of the reads that have been committed, of one table or of all; 0 without any."""
+    """Return the highest high watermark of committed reads, of one table or all; 0 if there are none."""
     chunks = contents.get("chunks", {}).values()
     return max((parse_lsn(c["high"]) for c in chunks if "high" in c and label in (None, _label(c))), default=LOG_START)
 
 
 def record_of(contents: Contents) -> Record | None:
-    """The commit record; ``None`` when there is none."""
+    """Return the commit record; ``None`` if there is none."""
     head = contents.get("head")
     if not head:
         return None
@@ -151,56 +152,56 @@ def record_of(contents: Contents) -> Record | None:
 def provisioned(
     targets: Sequence[Target], chunks: Sequence[Chunk], identity: Mapping[str, Any], start: LogPosition, now: float
 ) -> Change:
-    """A pipeline begins."""
+    """Return the change that begins a pipeline."""
     head = {"epoch": 0, "owner": "", "applied": format_lsn(start), "advanced": now}
     return Change({"head": head, "source": identity}) + added(targets, chunks)
 
 
 def restarted(targets: Sequence[Target], identity: Mapping[str, Any], start: LogPosition, now: float) -> Change:
-    """A pipeline begins again from another start of the slot."""
+    """Return the change that begins a pipeline again at another start of the slot."""
     whole = [Chunk(target.table.label, 0, None, None) for target in targets]
     head = {"applied": format_lsn(start), "advanced": now}
-    # What a section loses is what it does not get anew: a change removes first, then sets.
+    # A change first removes and then sets, so sections lose only values that are not set again.
     return Change({"head": head, "source": identity}, emptied=["source", "tables", "chunks"]) + added(targets, whole)
 
 
 def taken(contents: Contents, owner: str, now: float, at_least: int = 0) -> Change:
-    """The epoch becomes another: by the clock, so that none comes twice, not even in a record that is made anew."""
+    """Return the change of the epoch, taken from the clock, so that no epoch repeats even in a recreated record."""
     epoch = max(contents["head"]["epoch"] + 1, int(now * 1000), at_least)
     return Change({"head": {"epoch": epoch, "owner": owner}})
 
 
 def added(targets: Iterable[Target], chunks: Iterable[Chunk]) -> Change:
-    """Tables join the pipeline, their chunks unfinished."""
+    """Return the change that adds tables to the pipeline, with unfinished chunks."""
     plans = {chunk_key(chunk): {"definition": chunk.to_dict()} for chunk in chunks}
     return Change({"tables": {target.table.label: _table(target) for target in targets}, "chunks": plans})
 
 
 def forgotten(contents: Contents, labels: Iterable[str]) -> Change:
-    """Tables leave the pipeline."""
+    """Return the change that removes tables from the pipeline."""
     gone = set(labels)
     return Change(removed={"tables": sorted(gone), "chunks": _chunks(contents, gone)})
 
 
 def redefined(target: Target) -> Change:
-    """A target has another definition."""
+    """Return the change that gives a target another definition."""
     return Change({"tables": {target.table.label: _table(target)}})
 
 
 def noted(values: Mapping[str, Any]) -> Change:
-    """The source has moved on."""
+    """Return the change that notes the source's new state."""
     return Change({"source": values})
 
 
 def chunk_committed(chunk: Chunk, watermark: Watermark, rows: int, epoch: int) -> Change:
-    """A chunk's rows are in its table."""
+    """Return the change that records a chunk as committed."""
     return Change({"chunks": {chunk_key(chunk): _finished(chunk, None, watermark, rows, epoch)}})
 
 
 def reread(
     contents: Contents, target: Target, keys: frozenset[tuple[str, ...]] | None, watermark: Watermark, rows: int
 ) -> Change:
-    """The rows with some keys, or all of a table, have been read again; the table is defined as ``target``."""
+    """Return the change that records a re-read of some keys or a whole table, with the definition ``target``."""
     label, epoch = target.table.label, contents["head"]["epoch"]
     if keys is None:
         chunk, gone = Chunk(label, 0, None, None), _chunks(contents, {label})
@@ -215,9 +216,11 @@ def reread(
 
 
 def unit_applied(contents: Contents, end: LogPosition, now: float, values: Mapping[str, Any] | None = None) -> Change:
-    """The stream has come to ``end``. A re-read of keys is a filter and nothing else; passed, it is forgotten.
+    """Return the change that advances the applied LSN to ``end``.
 
-    :param values: of the source, noted with it.
+    Re-reads of single keys are recorded only as filters; those that the stream has passed are removed.
+
+    :param values: values of the source to note in the same step.
     """
     passed = [
         key
@@ -258,7 +261,7 @@ def _finished(
 
 
 def _parts(keys: Sequence[tuple[str, ...]]) -> Iterator[list[tuple[str, ...]]]:
-    """Keys in as many parts as make values of bounded size; one at least."""
+    """Yield keys in parts of bounded size; at least one part."""
     part: list[tuple[str, ...]] = []
     size = 0
     for key in keys:

@@ -1,1 +1,1 @@
-"""The protocol of stores with transactions, once for all of them: what a sink adds is SQL."""
+"""The protocol of sinks with transactions, shared by all of them; a sink adds SQL."""

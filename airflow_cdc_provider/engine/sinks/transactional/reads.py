@@ -1,8 +1,8 @@
-"""Chunks and re-reads in a store with transactions: rows are written with their watermark in one transaction.
+"""Chunks and re-reads in a store with transactions: rows and watermark are written in one transaction.
 
-Rows go straight into the target table, in the transaction that ends with their watermark. Where that cannot be, since
-the store lets nobody else write meanwhile or the table has to take another definition first, they are brought *aside*,
-and take their place in a second transaction, which looks at everything again.
+Normally rows go directly into the target table, in the transaction that ends with their watermark. This is impossible
+if the store would block other writers meanwhile, or if the table needs another definition first. Then rows are written
+to a separate table (*aside*), which replaces the target in a second transaction, after all checks are repeated.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic
 
 import numpy as np
@@ -21,7 +22,8 @@ from airflow_cdc_provider.engine.core.errors import StreamFailed
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn
 from airflow_cdc_provider.engine.core.record import FIRST_READ, ChunkRecord, Target, Watermark
-from airflow_cdc_provider.engine.postgres.server_identity import Origin
+from airflow_cdc_provider.engine.core.source_rows import SourceRows
+from airflow_cdc_provider.engine.postgres.server_identity import ServerIdentity
 from airflow_cdc_provider.engine.sinks.protocol_errors import require_origin
 from airflow_cdc_provider.engine.sinks.staged import CopiedChunk
 from airflow_cdc_provider.engine.sinks.transactional.record import Lock, Tx
@@ -33,12 +35,12 @@ from airflow_cdc_provider.engine.sinks.transactional.units import TransactionalU
 class PendingRead(Generic[Tx]):
     """A chunk or a re-read that is about to be written.
 
-    :param keys: of a re-read of some rows; ``None`` for all.
-    :param whole: its rows take the place of all that the target has: a chunk without bounds, or a whole table.
-    :param lock: of the epoch's row.
-    :param is_wanted: looks whether it is still to be written.
-    :param record: records it, with its watermark and rows.
-    :param before: of a re-read, the target as it is recorded; ``None`` for a chunk, or a table that joins.
+    :param keys: keys of a re-read of some rows; ``None`` for all rows.
+    :param whole: its rows replace all rows of the target: a chunk without bounds, or a whole table.
+    :param lock: lock on the epoch's row.
+    :param is_wanted: returns whether it still has to be written.
+    :param record: records it, with its watermark and number of rows.
+    :param before: the recorded target of a re-read; ``None`` for a chunk, or a table that joins.
     :param is_reread: whether it is a re-read.
     """
 
@@ -54,10 +56,10 @@ class PendingRead(Generic[Tx]):
 
 @dataclass(frozen=True)
 class Destination:
-    """Where the rows of a read go.
+    """The destination of a read's rows.
 
-    :param aside: what they are brought to; empty for the target table itself.
-    :param applied: the applied LSN when the first of them may come.
+    :param aside: name of the separate table; empty for the target table itself.
+    :param applied: the applied LSN when the first row may arrive.
     """
 
     aside: str
@@ -65,13 +67,13 @@ class Destination:
 
 
 class TransactionalSink(TransactionalUnits[Tx]):
-    """See :class:`.contract.Sink`: chunks and re-reads."""
+    """The part of a sink with transactions that writes chunks and re-reads."""
 
-    # -- what a store fills in ---------------------------------------------------------------------
+    # -- provided by a store -----------------------------------------------------------------------
 
     @abstractmethod
     def _is_unfinished(self, tx: Tx, chunk: Chunk) -> bool:
-        """Whether the record has a chunk that has not been committed; it is locked."""
+        """Return whether the record has an uncommitted chunk; lock it."""
 
     @abstractmethod
     def _finish_chunk(self, tx: Tx, epoch: int, read: ChunkRecord, target: Target) -> None:
@@ -79,7 +81,7 @@ class TransactionalSink(TransactionalUnits[Tx]):
 
     @abstractmethod
     def _enter_reread(self, tx: Tx, epoch: int, read: ChunkRecord, target: Target) -> None:
-        """Record a re-read; of a whole table, also the table as it is defined now."""
+        """Record a re-read; for a whole table, also its current definition."""
 
     @abstractmethod
     def _forget_chunks(self, tx: Tx, label: str) -> None:
@@ -87,37 +89,35 @@ class TransactionalSink(TransactionalUnits[Tx]):
 
     @abstractmethod
     def _free_index(self, tx: Tx, label: str) -> int:
-        """A number that none of a table's chunks has."""
+        """Return an index that none of a table's chunks has."""
 
     def _choose_destination(
         self, tx: Tx, epoch: int, read: PendingRead[Tx], applied: LogPosition
     ) -> Destination | None:
-        """See to it that there is a table of the right definition for the rows to go to.
+        """Make sure that a table with the right definition exists for the rows.
 
-        The transaction, which has begun, may end, and another begin.
+        The transaction, which has begun, may end, and another one begin.
 
-        :returns: ``None`` when the read is no longer wanted.
+        :returns: ``None`` if the read is no longer wanted.
         """
         return Destination("", applied)
 
-    def _fill_aside(
-        self, tx: Tx, read: PendingRead[Tx], destination: Destination, batches: Iterator[pa.RecordBatch]
-    ) -> int:
-        """Bring rows to the table aside; asked only where there is one."""
+    def _fill_aside(self, tx: Tx, read: PendingRead[Tx], destination: Destination, rows: SourceRows) -> int:
+        """Write rows to the separate table; called only if there is one."""
         raise NotImplementedError
 
     def _take_place(
         self, tx: Tx, epoch: int, read: PendingRead[Tx], destination: Destination
     ) -> AbstractContextManager[bool]:
-        """Have what was brought aside take its place; what the block records is committed with it.
+        """Replace the target by the separate table; the block's records are committed in the same step.
 
-        It gives whether the read is still wanted. The store calls :meth:`_require_still`.
+        It yields whether the read is still wanted. The store calls :meth:`_require_still`.
         """
         raise NotImplementedError
 
     @abstractmethod
     def _redefine(self, epoch: int, before: Target, after: Target) -> None:
-        """See :meth:`.contract.Sink.redefine`."""
+        """Change a target table like its source table."""
 
     # -- the protocol ------------------------------------------------------------------------------
 
@@ -126,15 +126,14 @@ class TransactionalSink(TransactionalUnits[Tx]):
         epoch: int,
         target: Target,
         chunk: Chunk,
-        origin: Origin,
-        batches: Iterator[pa.RecordBatch],
-        finish: Callable[[], Watermark],
+        origin: ServerIdentity,
+        rows: SourceRows,
     ) -> int | None:
-        """See :meth:`.contract.Sink.write_chunk`."""
+        """Write the rows and the watermark of a chunk in one transaction."""
 
         def is_wanted(tx: Tx) -> bool:
-            # The epoch's row is locked until the transaction ends: who notes another origin waits for that.
-            require_origin(chunk, origin, Origin.of(self._source(tx)))
+            # The epoch's row is locked until the transaction ends; a process that notes another origin waits for that.
+            require_origin(chunk, origin, ServerIdentity.of(self._source(tx)))
             return self._is_unfinished(tx, chunk)
 
         def record(tx: Tx, watermark: Watermark, count: int) -> None:
@@ -142,13 +141,13 @@ class TransactionalSink(TransactionalUnits[Tx]):
             failpoint("before-chunk-commit")
 
         read = PendingRead(target, None, chunk.whole, "share", is_wanted, record)
-        count = self._write(epoch, read, batches, finish)
+        count = self._write(epoch, read, rows)
         if count is not None:
             failpoint("after-chunk-commit")
         return count
 
     def commit_chunks(self, epoch: int, copied: Sequence[CopiedChunk]) -> Sequence[int]:
-        """See :meth:`.contract.Sink.commit_chunks`: their tasks have committed them."""
+        """Return the numbers of rows; the chunks' tasks have committed them already."""
         return [each.written for each in copied]
 
     def replace(
@@ -156,11 +155,10 @@ class TransactionalSink(TransactionalUnits[Tx]):
         epoch: int,
         target: Target,
         keys: frozenset[tuple[str, ...]] | None,
-        batches: Iterator[pa.RecordBatch],
-        finish: Callable[[], Watermark],
+        rows: SourceRows,
         before: Target | None,
     ) -> int:
-        """See :meth:`.contract.Sink.replace`."""
+        """Commit a re-read."""
         label = target.table.label
 
         def record(tx: Tx, watermark: Watermark, count: int) -> None:
@@ -173,68 +171,63 @@ class TransactionalSink(TransactionalUnits[Tx]):
             failpoint("before-reread-commit")
 
         read = PendingRead(target, keys, keys is None, "alone", lambda _: True, record, before, is_reread=True)
-        count = self._write(epoch, read, batches, finish)
+        count = self._write(epoch, read, rows)
         failpoint("after-reread-commit")
         assert count is not None  # a re-read is always wanted
         return count
 
     def redefine(self, epoch: int, before: Target, after: Target) -> None:
-        """See :meth:`.contract.Sink.redefine`."""
+        """Change a target table like its source table."""
         failpoint("before-redefinition")
         self._redefine(epoch, before, after)
         failpoint("after-redefinition")
 
-    def _write(
-        self, epoch: int, read: PendingRead[Tx], batches: Iterator[pa.RecordBatch], finish: Callable[[], Watermark]
-    ) -> int | None:
-        """Write a read's rows and record it; ``None`` when it is not wanted any more."""
+    def _write(self, epoch: int, read: PendingRead[Tx], rows: SourceRows) -> int | None:
+        """Write a read's rows and record it; return ``None`` if it is no longer wanted."""
         with self._fenced(epoch, read.lock) as (tx, applied):
             destination = self._choose_destination(tx, epoch, read, applied) if read.is_wanted(tx) else None
             if destination is None:
                 return None
             if read.keys is not None:
-                batches = self._only_members(read.target, read.keys, batches)
+                rows = rows.changed(partial(self._only_members, read.target, read.keys))
             fill = self._fill_aside if destination.aside else self._fill
-            count = fill(tx, read, destination, batches)
+            count = fill(tx, read, destination, rows)
             failpoint("after-chunk-staged")
-            watermark = finish()
+            watermark = rows.finish()
             with self._take_place(tx, epoch, read, destination) if destination.aside else _in_place() as wanted:
                 if wanted:
                     failpoint("before-chunk-prepared")
                     read.record(tx, watermark, count)
         return count if wanted else None
 
-    def _fill(self, tx: Tx, read: PendingRead[Tx], destination: Destination, batches: Iterator[pa.RecordBatch]) -> int:
+    def _fill(self, tx: Tx, read: PendingRead[Tx], destination: Destination, rows: SourceRows) -> int:
         """Write rows into the target table."""
         table = self._table(tx, read.target)
         replacing = read.whole or read.keys is not None
         seq = table.clear(read.keys, destination.applied) if replacing else FIRST_READ
         failpoint("before-chunk-staged")
-        return table.copy(batches, destination.applied, seq)
+        return table.copy(rows, destination.applied, seq)
 
-    def _only_members(
-        self, target: Target, keys: frozenset[tuple[str, ...]], batches: Iterator[pa.RecordBatch]
-    ) -> Iterator[pa.RecordBatch]:
-        """Leave out rows that the source has found under another text of a key, if that is another key for the target.
+    def _only_members(self, target: Target, keys: frozenset[tuple[str, ...]], batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Remove rows that the source has found under another text of a key, unless the key is equal for the target.
 
-        The stream brings these rows. The target is asked in a session of its own: that of the transaction is in the
-        middle of taking rows.
+        The stream delivers these rows. The target is asked in a separate session, because the transaction's session is
+        busy receiving rows.
         """
         names = [column.name for column in target.table.columns]
-        for batch in batches:
-            columns = [batch.column(names.index(name)) for name in target.table.key]
-            texts = zip(*(column.to_pylist() for column in columns), strict=True)
-            members = np.array([text in keys for text in texts], dtype=bool)
-            others = np.flatnonzero(~members)
-            if others.size:
-                asked = [column.take(pa.array(others)) for column in columns]
-                members[[others[place] for place, _ in self.members(target, sorted(keys), asked)]] = True
-            yield batch.filter(pa.array(members))
+        columns = [batch.column(names.index(name)) for name in target.table.key]
+        texts = zip(*(column.to_pylist() for column in columns), strict=True)
+        members = np.array([text in keys for text in texts], dtype=bool)
+        others = np.flatnonzero(~members)
+        if others.size:
+            asked = [column.take(pa.array(others)) for column in columns]
+            members[[others[place] for place, _ in self.members(target, sorted(keys), asked)]] = True
+        return batch.filter(pa.array(members))
 
     def members(
         self, target: Target, members: Sequence[tuple[str, ...]], keys: Sequence[pa.Array]
     ) -> Sequence[tuple[int, int]]:
-        """See :meth:`.contract.Sink.members`; the keys of a changelog are one if their texts are."""
+        """Match keys against the keys of re-reads; in a changelog by their texts."""
         if self.mode == "changelog":
             return members_by_text(members, keys)
         with self._asking() as tx:
@@ -242,19 +235,19 @@ class TransactionalSink(TransactionalUnits[Tx]):
 
     @staticmethod
     def _require_still(before: LogPosition, applied: LogPosition, target: Target) -> None:
-        """Refuse rows that were brought aside before a unit that was committed since: its changes would be lost.
+        """Refuse rows that were written aside before another unit was committed, because its changes would be lost.
 
-        :raises StreamFailed: naming both.
+        :raises StreamFailed: naming both LSNs.
         """
         if applied != before:
             raise StreamFailed(
-                f"a unit was applied while {target.table.label} was read aside, from {format_lsn(before)} to"
-                f" {format_lsn(applied)}",
-                "Start again: the rows are read once more.",
+                f"a unit was applied while {target.table.label} was read into a separate table, from"
+                f" {format_lsn(before)} to {format_lsn(applied)}",
+                "Start again: the rows are read again.",
             )
 
 
 @contextmanager
 def _in_place() -> Iterator[bool]:
-    """Rows that were written to the target table itself need not take their place."""
+    """Yield true: rows in the target table itself need no replacement."""
     yield True

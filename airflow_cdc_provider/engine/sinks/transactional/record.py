@@ -1,8 +1,9 @@
-"""The commit record in a store with transactions, and the epoch that keeps an overtaken run out.
+"""The commit record in a store with transactions, and the epoch that excludes an overtaken run.
 
-It is the ground truth of a pipeline, and changes in the same transaction as the data. Every transaction begins with
-the fence: it locks the epoch's row, so that taking the epoch waits for commits in flight, and an overtaken writer is
-refused. To read the epoch alone would not fence: an old writer could read it, be overtaken, and commit after the new.
+The record is the authoritative state of a pipeline, and changes in the same transaction as the data. Every transaction
+begins with the fence, which locks the epoch's row. So taking the epoch waits for commits in flight, and an overtaken
+writer is refused. Reading the epoch without a lock would not suffice: an old writer could read it, be overtaken, and
+commit after the new one.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.core.record import Mode, Target
 
 Lock: TypeAlias = Literal["stage", "share", "unit", "alone"]
-"""Of the epoch's row, from weak to strong. ``stage``: a piece is staged, or fetched. ``share``: a chunk, a deposit, a
-sweep, what is done beside the sink. ``unit``: a unit, which keeps these out and lets pieces be staged. ``alone``:
-whoever takes the epoch, reads again or changes a definition. A store with fewer takes a stronger one."""
+"""Locks on the epoch's row, from weak to strong. ``stage``: staging or fetching a piece. ``share``: a chunk, a deposit,
+a sweep, or work alongside the sink. ``unit``: a unit, which excludes these but permits staging of pieces. ``alone``:
+taking the epoch, a re-read, or a change of a definition. A store with fewer locks uses a stronger one.
+"""
 
 
 class Transaction(Protocol):
-    """A session of the store, in which there may be a transaction."""
+    """A session of the store, which may have an open transaction."""
 
     def commit(self) -> None:
         """Commit the transaction, if there is one."""
 
     def rollback(self) -> None:
-        """Take the transaction back, if there is one."""
+        """Roll back the transaction, if there is one."""
 
 
 Tx = TypeVar("Tx", bound=Transaction)
@@ -39,40 +41,40 @@ T = TypeVar("T")
 
 
 class TransactionalRecord(ABC, Generic[Tx]):
-    """See :class:`.contract.CommitRecord`."""
+    """The commit record of a sink with transactions, see :class:`.contract.CommitRecord`."""
 
     pipeline: str
     mode: Mode
 
-    # -- what a store fills in ---------------------------------------------------------------------
+    # -- provided by a store -----------------------------------------------------------------------
 
     @property
     @abstractmethod
     def _place(self) -> str:
-        """Where the store is, for messages."""
+        """Return the location of the store, for messages."""
 
     @abstractmethod
     def _transaction(self, rehearsal: bool = False) -> AbstractContextManager[Tx]:
-        """A session; what has been begun in it is committed at the end of the block, or for a rehearsal taken back."""
+        """Open a session; its transaction is committed at the end of the block, or rolled back for a rehearsal."""
 
     def _asking(self) -> AbstractContextManager[Tx]:
-        """A session that only asks; a store that can keeps it from writing."""
+        """Open a session for queries only; some stores prevent writes in it."""
         return self._transaction()
 
     @abstractmethod
     def _lock_epoch(self, tx: Tx, lock: Lock | None) -> tuple[int, LogPosition] | None:
         """Lock the epoch's row, or only read it.
 
-        :returns: epoch and applied LSN; ``None`` when there is no record.
+        :returns: epoch and applied LSN; ``None`` if there is no record.
         """
 
     @abstractmethod
     def _next_epoch(self, owner: str, at_least: int) -> int:
-        """See :meth:`.contract.CommitRecord.take_epoch`."""
+        """Make ``owner`` the only process that may commit, and return the new epoch."""
 
     @abstractmethod
     def end_sessions(self) -> None:
-        """See :meth:`.contract.CommitRecord.end_sessions`."""
+        """End open sessions, and wait until none of them can commit."""
 
     @abstractmethod
     def _prepare(
@@ -84,15 +86,18 @@ class TransactionalRecord(ABC, Generic[Tx]):
         ours: Collection[str],
         rehearsal: bool,
     ) -> None:
-        """See :meth:`.contract.Sink.prepare`; passes ``before-plan`` when everything is done and not committed."""
+        """Create commit record and target tables, or accept existing ones.
+
+        The failpoint ``before-plan`` is passed when everything is done but not committed.
+        """
 
     @abstractmethod
     def _add(self, epoch: int, targets: Sequence[Target], chunks: Sequence[Chunk]) -> None:
-        """See :meth:`.contract.Sink.add`; passes ``before-plan`` like :meth:`_prepare`."""
+        """Add tables to the commit record; pass ``before-plan`` like :meth:`_prepare`."""
 
     @abstractmethod
     def _source(self, tx: Tx) -> Mapping[str, Any]:
-        """The record's ``identity``."""
+        """Return the record's ``identity``."""
 
     @abstractmethod
     def _note(self, tx: Tx, values: Mapping[str, Any]) -> None:
@@ -100,7 +105,7 @@ class TransactionalRecord(ABC, Generic[Tx]):
 
     @abstractmethod
     def _targets(self, tx: Tx, labels: Collection[str] | None = None) -> dict[str, Target]:
-        """The targets as recorded, by label: all, or those that are named."""
+        """Return the recorded targets by label: all, or the named ones."""
 
     @abstractmethod
     def _forget(self, tx: Tx, labels: Sequence[str]) -> None:
@@ -109,15 +114,16 @@ class TransactionalRecord(ABC, Generic[Tx]):
     # -- the protocol ------------------------------------------------------------------------------
 
     def _fence(self, tx: Tx, epoch: int, lock: Lock | None) -> LogPosition:
-        """Refuse to go on under an epoch that is another's; with a lock nobody takes it until the transaction ends.
+        """Refuse to go on if another run has the epoch; with a lock, it stays the same until the transaction ends.
 
         :returns: the applied LSN.
         """
         found = self._lock_epoch(tx, lock)
         if found is None:
             raise Fenced(
-                f"the sink {self._place} has no commit record of pipeline {self.pipeline} any more",
-                "Nothing to do if the pipeline has been dropped; otherwise start it again, and it says what helps.",
+                f"the sink {self._place} has no commit record of pipeline {self.pipeline} anymore",
+                "If the pipeline was dropped, no action is needed. Otherwise start the pipeline again; it will report"
+                " what to do next.",
             )
         current, applied = found
         if current != epoch:
@@ -125,33 +131,33 @@ class TransactionalRecord(ABC, Generic[Tx]):
         return applied
 
     def _begin(self, tx: Tx, epoch: int, lock: Lock) -> LogPosition:
-        """Begin a transaction with the fence; a store begins it here where that takes a statement."""
+        """Begin a transaction with the fence; a store whose transactions begin with a statement overrides this."""
         return self._fence(tx, epoch, lock)
 
     @contextmanager
     def _fenced(self, epoch: int, lock: Lock, rehearsal: bool = False) -> Iterator[tuple[Tx, LogPosition]]:
-        """A transaction that keeps the epoch, and the applied LSN.
+        """Yield a transaction that holds the epoch, and the applied LSN.
 
-        :raises Fenced: when the epoch is another's.
+        :raises Fenced: when another run has the epoch.
         """
         with self._transaction(rehearsal) as tx:
             yield tx, self._begin(tx, epoch, lock)
 
     @contextmanager
     def fenced(self, epoch: int) -> Iterator[None]:
-        """See :meth:`.contract.CommitRecord.fenced`."""
+        """Keep others from taking the epoch within the block."""
         with self._fenced(epoch, "share"):
             yield
 
     def take_epoch(self, owner: str, at_least: int = 0) -> int:
-        """See :meth:`.contract.CommitRecord.take_epoch`."""
+        """Make ``owner`` the only process that may commit, and return the new epoch."""
         failpoint("before-epoch")
-        epoch = self._insistently(lambda: self._next_epoch(owner, at_least))
+        epoch = self._run_unblocked(lambda: self._next_epoch(owner, at_least))
         failpoint("after-epoch")
         return epoch
 
-    def _insistently(self, step: Callable[[], T]) -> T:
-        """Take a step that may have to wait for what an earlier run has left; it is ended if it takes too long."""
+    def _run_unblocked(self, step: Callable[[], T]) -> T:
+        """Run a step that may have to wait for an earlier run's sessions; end them if that takes too long."""
         try:
             return step()
         except Blocked:
@@ -167,22 +173,22 @@ class TransactionalRecord(ABC, Generic[Tx]):
         ours: Collection[str] = (),
         rehearsal: bool = False,
     ) -> None:
-        """See :meth:`.contract.Sink.prepare`."""
-        self._insistently(lambda: self._prepare(targets, chunks, identity, start, ours, rehearsal))
+        """Create commit record and target tables, or accept existing ones."""
+        self._run_unblocked(lambda: self._prepare(targets, chunks, identity, start, ours, rehearsal))
         if not rehearsal:
             failpoint("after-plan")
 
     def add(self, epoch: int, targets: Sequence[Target], chunks: Sequence[Chunk]) -> None:
-        """See :meth:`.contract.Sink.add`."""
-        self._insistently(lambda: self._add(epoch, targets, chunks))
+        """Add tables to the commit record, and create or accept their target tables."""
+        self._run_unblocked(lambda: self._add(epoch, targets, chunks))
         failpoint("after-plan")
 
-    def note_source(self, epoch: int, values: Mapping[str, Any]) -> None:
-        """See :meth:`.contract.Sink.note_source`."""
+    def record_source(self, epoch: int, values: Mapping[str, Any]) -> None:
+        """Change values of the record's ``identity``."""
         with self._fenced(epoch, "alone") as (tx, _):
             self._note(tx, values)
 
     def forget(self, epoch: int, labels: Sequence[str]) -> None:
-        """See :meth:`.contract.Sink.forget`."""
+        """Remove tables from the commit record."""
         with self._fenced(epoch, "alone") as (tx, _):
             self._forget(tx, labels)

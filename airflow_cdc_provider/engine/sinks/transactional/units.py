@@ -1,4 +1,4 @@
-"""Units of the stream in a store with transactions: staged by tasks, applied and recorded in one transaction."""
+"""Units of the stream in a store with transactions: tasks stage them, and one transaction applies and records them."""
 
 from __future__ import annotations
 
@@ -19,82 +19,83 @@ from airflow_cdc_provider.engine.sinks.transactional.target_table import TargetT
 
 
 class TransactionalUnits(TransactionalRecord[Tx]):
-    """See :class:`.contract.Sink`: units, and what is too large to pass through Spark."""
+    """The part of a sink with transactions that writes units, and keeps pieces that are too large for Spark."""
 
-    # -- what a store fills in ---------------------------------------------------------------------
+    # -- provided by a store -----------------------------------------------------------------------
 
     @abstractmethod
     def _table(self, tx: Tx, target: Target) -> TargetTable:
-        """A target table to work on in a transaction."""
+        """Return a target table, for work in a transaction."""
 
     def _tables(self, tx: Tx, targets: Iterable[Target]) -> Mapping[str, TargetTable]:
-        """Target tables, by label; for a store that looks at all of them at once."""
+        """Return target tables by label; overridden by a store that queries all of them at once."""
         return {target.table.label: self._table(tx, target) for target in targets}
 
     @abstractmethod
     def _stage(self, tx: Tx, epoch: int, attempt: str, effects: Sequence[Effect]) -> Sequence[Staged]:
-        """Put the rows of effects where :meth:`TargetTable.apply` finds them; the transaction has begun."""
+        """Write the rows of effects where :meth:`TargetTable.apply` finds them; the transaction has begun."""
 
     @abstractmethod
     def _staged_counts(self, tx: Tx, relations: Sequence[str]) -> Mapping[str, int]:
-        """Rows that stand in what was staged; what is gone may be left out."""
+        """Return the number of rows in staged relations; missing relations may be omitted."""
 
     @abstractmethod
     def _finish_unit(self, tx: Tx, relations: Sequence[str]) -> None:
-        """Drop what was staged for a unit in its transaction; or, where to drop commits, commit first."""
+        """Drop the staged relations of a unit in its transaction; if dropping commits, commit first."""
 
     @abstractmethod
     def _advance(self, tx: Tx, end: LogPosition) -> None:
-        """Move the applied LSN, and remove re-reads of keys whose H it has reached: passed, a filter is of no use."""
+        """Advance the applied LSN, and remove re-reads of keys that it has passed, because they are only filters."""
 
     @abstractmethod
     def _read_beyond(self, tx: Tx, high: LogPosition) -> str | None:
-        """A source table of which the record has a chunk or re-read with a higher H; ``None`` if there is none."""
+        """Return a source table with a read whose high watermark is higher than ``high``; ``None`` if there is none."""
 
     @abstractmethod
     def _sweep(self, tx: Tx) -> None:
-        """Drop all that the pipeline has staged."""
+        """Drop everything that the pipeline has staged."""
 
     @abstractmethod
     def _write_deposit(self, tx: Tx, name: str, data: bytes | bytearray) -> None:
-        """See :meth:`.contract.Sink.deposit`."""
+        """Keep a piece of the log in the store."""
 
     @abstractmethod
     def _read_deposit(self, tx: Tx, name: str, size: int) -> bytearray:
-        """What there is of a deposit of ``size`` bytes."""
+        """Return the existing bytes of a deposit of ``size`` bytes."""
 
     @abstractmethod
     def _drop_deposits(self, tx: Tx, names: Collection[str] | None) -> None:
-        """Remove deposits, all when ``None``."""
+        """Remove deposits, all if ``None``."""
 
     def _check_deferred(self, tx: Tx) -> None:
-        """Check now what the store would check when it commits: a rehearsal does not come to that."""
+        """Check constraints now that the store would check at the commit, because a rehearsal does not commit."""
 
     # -- the protocol ------------------------------------------------------------------------------
 
     def deposit(self, epoch: int, name: str, data: bytes | bytearray) -> None:
-        """See :meth:`.contract.Sink.deposit`."""
+        """Keep a piece of the log in the store."""
         with self._fenced(epoch, "share") as (tx, _):
             self._write_deposit(tx, name, data)
 
     def fetch(self, epoch: int, name: str, size: int) -> bytearray:
-        """See :meth:`.contract.Sink.fetch`."""
+        """Return a deposit."""
         with self._fenced(epoch, "stage") as (tx, _):
             data = self._read_deposit(tx, name, size)
         if len(data) != size:
             raise StagingLost(
-                f"a piece of the log of {size} bytes was deposited in the sink {self._place}, {len(data)} are there",
-                "Start again: the piece is read anew. The server has perhaps crashed in between.",
+                f"a piece of the log of {size} bytes was deposited in the sink {self._place}, but {len(data)}"
+                " were found",
+                "Start again: the piece is read again. The server may have crashed in between.",
             )
         return data
 
     def discard(self, epoch: int, names: Collection[str] | None = None) -> None:
-        """See :meth:`.contract.CommitRecord.discard`."""
+        """Remove deposits; nothing if another run has the epoch."""
         with suppress(Fenced), self._fenced(epoch, "share") as (tx, _):
             self._drop_deposits(tx, names)
 
     def stage(self, epoch: int, attempt: str, effects: Sequence[Effect]) -> tuple[Staged, ...]:
-        """See :meth:`.contract.Sink.stage`."""
+        """Stage the effects of a piece."""
         if not effects:
             return ()
         with self._fenced(epoch, "stage") as (tx, _):
@@ -111,11 +112,11 @@ class TransactionalUnits(TransactionalRecord[Tx]):
         pieces: Sequence[StagedPiece],
         noted: Mapping[str, Any] | None = None,
     ) -> bool:
-        """See :meth:`.contract.Sink.commit`."""
+        """Commit a unit in one transaction."""
         return self._commit(epoch, start, end, _in_order(pieces), noted)
 
     def rehearse(self, epoch: int, pieces: Sequence[StagedPiece]) -> None:
-        """See :meth:`.contract.Rehearsing.rehearse`."""
+        """Apply pieces like a commit, and roll back."""
         with self._fenced(epoch, "unit", rehearsal=True) as (tx, _):
             self._apply(tx, _in_order(pieces))
             self._check_deferred(tx)
@@ -138,16 +139,16 @@ class TransactionalUnits(TransactionalRecord[Tx]):
                 self._advance(tx, end)
                 if noted:
                     self._note(tx, noted)
-            staged += (each for piece in pieces for each in piece.tables)  # of a unit that is skipped
+            staged += (each for piece in pieces for each in piece.tables)  # pieces of a unit that is skipped
             failpoint("in-batch-commit")
             self._finish_unit(tx, list(dict.fromkeys(each.relation for each in staged if each.relation is not None)))
         failpoint("after-batch-commit")
         return not skip
 
     def _apply(self, tx: Tx, pieces: Iterator[StagedPiece]) -> list[Staged]:
-        """Apply pieces; return what had been staged for them.
+        """Apply pieces; return their staged changes.
 
-        :raises MissingValues: when all are applied, with the keys of all of them, so that all are read at once.
+        :raises MissingValues: after all pieces are applied, with all missing keys, so that they can be read at once.
         """
         tables: dict[str, TargetTable] = {}
         missing: dict[str, set[tuple[str, ...]]] = {}
@@ -168,30 +169,30 @@ class TransactionalUnits(TransactionalRecord[Tx]):
         return all_staged
 
     def _check_filters(self, tx: Tx, high: LogPosition) -> None:
-        """Rows that were read since a piece was staged hold changes that it would take back."""
+        """Refuse a piece if rows were read again after it was staged; it would undo changes in them."""
         label = self._read_beyond(tx, high)
         if label is not None:
             raise read_again_since(label)
 
     def _check_staged(self, tx: Tx, piece: Sequence[Staged]) -> None:
-        """Count before a piece is applied: a crash of the store may have emptied what is not logged."""
+        """Check the number of rows before a piece is applied; a crash of the store may have emptied unlogged tables."""
         expected: dict[str, tuple[int, str]] = {}
         for staged in piece:
             if staged.relation is not None and staged.share is None:
                 expected[staged.relation] = (staged.rows, staged.label)
-            elif staged.relation is not None:  # which has a row for each table
+            elif staged.relation is not None:  # a shared relation, with one row per table
                 tables = 1 + expected.get(staged.relation, (0, ""))[0]
                 expected[staged.relation] = (tables, f"{tables} tables")
         counts = self._staged_counts(tx, list(expected)) if expected else {}
         for relation, (count, what) in expected.items():
             if counts.get(relation, 0) != count:
                 raise StagingLost(
-                    f"{count} rows were staged for {what}, {counts.get(relation, 0)} are there",
-                    "Start again: the unit is staged anew. The server has perhaps crashed in between.",
+                    f"{count} rows were staged for {what}, but {counts.get(relation, 0)} were found",
+                    "Start again: the unit is staged again. The server may have crashed in between.",
                 )
 
     def sweep(self, epoch: int) -> None:
-        """See :meth:`.contract.CommitRecord.sweep`."""
+        """Remove everything staged; nothing if another run has the epoch."""
         with suppress(Fenced), self._fenced(epoch, "share") as (tx, _):
             self._sweep(tx)
 

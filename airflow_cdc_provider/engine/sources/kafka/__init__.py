@@ -1,1 +1,1 @@
-"""Topics of Kafka as a source: messages become rows by a query of Spark SQL, and rows units of a sink."""
+"""Kafka topics as a source: a Spark SQL query turns messages into rows, and rows into units of a sink."""

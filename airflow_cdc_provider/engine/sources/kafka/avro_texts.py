@@ -1,7 +1,7 @@
-"""Avro in Confluent's wire format, as it is read: a zero, the number of the schema, the value, which becomes JSON.
+"""Decodes Avro in Confluent's wire format (a zero byte, the schema id, the value) into JSON.
 
-What follows is one for all formats, so that a value means the same in each. Values with a logical type become texts of
-what they stand for; bytes become texts in Base64, as Spark reads them.
+All formats share the later steps, so that a value means the same in each. Values with a logical type become texts of
+what they represent. Bytes become Base64 texts, as Spark reads them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from airflow_cdc_provider.engine.core.errors import CdcError, ConnectionFailed, 
 from airflow_cdc_provider.engine.kafka.schema_registry import Registry
 
 TEXT, UNDECODED = "text", "undecoded"
-"""Columns that are added to messages: the value as JSON, or why there is none."""
+"""Columns added to messages: the value as JSON, or the reason why there is none."""
 
-READ_SCHEMAS = "Give it a user that may read schemas, see `source.registry_properties`."
+READ_SCHEMAS = "Set a user that may read schemas in `source.registry_properties`."
 
 _CARRIED = re.compile(r"error of the engine (\S+) \(end of error\)")
 _HEADER = struct.Struct(">bI")
@@ -42,26 +42,26 @@ _UNKNOWN = 404
 
 
 def carried(error: CdcError) -> str:
-    """An error as a text that Spark brings to the driver among its own."""
-    told = base64.b64encode(json.dumps(error.as_dict()).encode()).decode()
-    return f"error of the engine {told} (end of error)"
+    """Return an error as a text that Spark carries to the driver within its own error."""
+    encoded = base64.b64encode(json.dumps(error.as_dict()).encode()).decode()
+    return f"error of the engine {encoded} (end of error)"
 
 
 def carried_error(text: str) -> CdcError | None:
-    """The error that a text carries; ``None`` where there is none.
+    """Return the error that a text carries; ``None`` if there is none.
 
-    :param text: of Spark's error.
+    :param text: the text of Spark's error.
     """
     found = _CARRIED.search(text)
     if found is None:
         return None
-    told = json.loads(base64.b64decode(found[1]))
-    kind: type[CdcError] = getattr(errors, told["kind"])
-    return kind(told["message"], told["solution"])
+    values = json.loads(base64.b64decode(found[1]))
+    kind: type[CdcError] = getattr(errors, values["kind"])
+    return kind(values["message"], values["solution"])
 
 
 class _Union(AccumulatorParam[frozenset[int]]):
-    """Adds numbers of schemas up to a set, in which it does not matter how often a task has been tried."""
+    """Collects schema ids in a set, so that retried tasks do not matter."""
 
     def zero(self, value: frozenset[int]) -> frozenset[int]:
         return frozenset()
@@ -71,7 +71,7 @@ class _Union(AccumulatorParam[frozenset[int]]):
 
 
 def unknown_schemas(spark: SparkSession) -> Accumulator[frozenset[int]]:
-    """A place for the numbers of schemas that tasks have not found in the registry."""
+    """Return an accumulator for schema ids that tasks do not find in the registry."""
     return spark.sparkContext.accumulator(frozenset(), _Union())
 
 
@@ -79,11 +79,11 @@ def unknown_schemas(spark: SparkSession) -> Accumulator[frozenset[int]]:
 class AvroTexts:
     """Decodes the values of messages, as a function that Spark ships.
 
-    A schema that the registry does not have may be there a moment later, between two reads of the same messages: the
-    second one takes for missing what the first has, so that what the one leaves out the other one has.
+    A schema that is missing from the registry may appear between two reads of the same messages. The second read treats
+    the schemas that the first one missed as missing too, so that every message is in exactly one of the two results.
 
-    :param missed: where numbers of schemas are told that the registry does not have.
-    :param missing: numbers that it is not asked for.
+    :param missed: receives the schema ids that the registry does not have.
+    :param missing: schema ids not to ask for.
     """
 
     registry: Registry
@@ -105,14 +105,14 @@ class AvroTexts:
             yield pa.RecordBatch.from_arrays([*batch.columns, *columns.values()], [*batch.schema.names, *columns])
 
     def _text(self, value: bytes | None, missing: set[int]) -> tuple[str | None, str | None]:
-        """The JSON of a value, or what is wrong with it.
+        """Return a value as JSON, or what is wrong with it.
 
-        :param missing: numbers of schemas that are not asked for; those that the registry does not have are added.
+        :param missing: schema ids not to ask for; ids that the registry does not have are added.
         """
         if value is None:
             return None, None
         if len(value) < _HEADER.size or value[0]:
-            return None, "it does not begin with a zero and the number of a schema"
+            return None, "it does not begin with a zero byte and a schema id"
         _, number = _HEADER.unpack_from(value)
         schema = None if number in missing else self._schema(number)
         if schema is None:
@@ -122,12 +122,12 @@ class AvroTexts:
         try:
             read = fastavro.schemaless_reader(stream, schema, None)
             whole = not stream.read(1)
-        except Exception:  # whatever fastavro runs into
+        except Exception:  # any error of fastavro
             whole = False
-        return (json.dumps(read, default=_spelled), None) if whole else (None, f"it is no value of schema {number}")
+        return (json.dumps(read, default=_spelled), None) if whole else (None, f"it is not a value of schema {number}")
 
     def _schema(self, number: int) -> Any:
-        """A schema as fastavro reads with it; ``None`` where there is none of this number yet."""
+        """Return a schema as parsed by fastavro; ``None`` if this id does not exist yet."""
         try:
             return _schema(os.getpid(), self.registry, number)
         except MissingPrivilege as e:
@@ -142,7 +142,7 @@ class AvroTexts:
 
 @cache
 def _schema(pid: int, registry: Registry, number: int) -> Any:
-    found = registry.ask(f"schema {number} cannot be had", lambda client: client.get_schema(number))
+    found = registry.ask(f"cannot get schema {number}", lambda client: client.get_schema(number))
     return fastavro.parse_schema(json.loads(found.schema_str))
 
 
@@ -155,4 +155,4 @@ def _spelled(value: object) -> str:
         return value.isoformat()
     if isinstance(value, uuid.UUID):
         return str(value)
-    raise TypeError(f"{type(value).__name__} is no type of Avro")
+    raise TypeError(f"{type(value).__name__} is not an Avro type")

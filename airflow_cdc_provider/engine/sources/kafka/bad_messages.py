@@ -1,9 +1,9 @@
-"""What is done about a unit that fails because of what its messages hold: they are found, and set aside or named.
+"""Finds the messages that make a unit fail, and sets them aside or names them.
 
-Parts of the unit go through the query as a batch, without the state of others, and into the staging of all sinks; those
-that can tell also say whether they would commit it. So a message is found that fails by itself, also where the query
-keeps state: its row or its group is what is refused then. What only the state brings about, such as a sum that becomes
-too large, has no message to blame.
+Parts of the unit run through the query as a batch, without the state of other units, and are staged in all sinks. Sinks
+that can rehearse a commit do so. This finds messages that fail alone. If the query keeps state, this is a message whose
+row or group is refused. A failure that only the accumulated state causes, such as a sum that becomes too large, cannot
+be attributed to a message.
 """
 
 from __future__ import annotations
@@ -36,39 +36,39 @@ from airflow_cdc_provider.engine.runs.run import Run
 from airflow_cdc_provider.engine.sinks.contract import Rehearsing
 from airflow_cdc_provider.engine.sinks.staged import MissingValues, StagedPiece
 from airflow_cdc_provider.engine.sources.kafka import message_view
-from airflow_cdc_provider.engine.sources.kafka.culprits import Culprit, Part, culprits, tipping
+from airflow_cdc_provider.engine.sources.kafka.culprits import Culprit, UnitMessages, culprits, first_failing_message
 from airflow_cdc_provider.engine.sources.kafka.position import RecordedTopics, UnitNumber, behind_truncates
 from airflow_cdc_provider.engine.sources.kafka.query import result
 from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, TopicSettings
 from airflow_cdc_provider.engine.sources.kafka.skipped_messages import Skip, noted, without
-from airflow_cdc_provider.engine.sources.kafka.spark_failures import CORRECT, failure_of
-from airflow_cdc_provider.engine.sources.kafka.staging_task import TopicStage, by_place
+from airflow_cdc_provider.engine.sources.kafka.spark_failures import CORRECT, spark_failure
+from airflow_cdc_provider.engine.sources.kafka.staging_task import TopicStagingTask, by_place
 
 MOST = 20
-"""Messages of a unit that are set aside; where more are refused, it is not the messages that are wrong."""
+"""Maximum number of messages of a unit to set aside. If more are refused, the messages are probably not at fault."""
 _OF_VALUES = (ValueRefused, LimitExceeded)
-# A trigger, or a constraint between rows, may be at fault as well as the message, so that is for people to decide.
+# A conflict may also be caused by a trigger or by a constraint between rows, so a person has to decide.
 _REFUSALS = (*_OF_VALUES, TargetConflict)
 
 E = TypeVar("E", CdcError, MissingValues)
 
 
 class SetAside(StreamFailed):
-    """Messages are passed over from here on, by the sinks' records: the query begins again without them."""
+    """Messages have been marked as skipped in the sinks' records: the query restarts without them."""
 
 
 def stage_rows(
     run: Run, rows: DataFrame, table: Table, name: str, unit: UnitNumber, segment: int = 0
 ) -> list[StagedPiece]:
-    """Stage what the query returns for a sink.
+    """Stage the rows of the query for a sink.
 
-    :param name: one that no other attempt of a unit has.
-    :param segment: see :class:`.TopicStage`.
-    :raises CdcError: what a task was refused for.
+    :param name: a name that no other attempt of a unit has.
+    :param segment: see :class:`.TopicStagingTask`.
+    :raises CdcError: the error of a task that was refused.
     """
-    stage = TopicStage(run.sink, run.epoch, f"{run.epoch}_{name}", table, unit, segment, run.pipeline.transform)
-    told = by_place(rows, table).mapInArrow(stage, "message binary").collect()
-    found = [pickle.loads(row.message) for row in told]
+    stage = TopicStagingTask(run.sink, run.epoch, f"{run.epoch}_{name}", table, unit, segment, run.pipeline.transform)
+    messages = by_place(rows, table).mapInArrow(stage, "message binary").collect()
+    found = [pickle.loads(row.message) for row in messages]
     for message in found:
         if isinstance(message, CdcError):
             raise message
@@ -76,22 +76,22 @@ def stage_rows(
 
 
 def stage_effect(run: Run, unit: UnitNumber, effect: Effect) -> StagedPiece:
-    """Stage what a truncate does to a sink."""
+    """Stage the effect of a truncate for a sink."""
     staged = run.sink.stage(run.epoch, f"{run.epoch}_{unit}_truncate_{uuid.uuid4().hex[:8]}", [effect])
     return StagedPiece("", "", 0, 0, b"", tuple(staged), frozenset(), LOG_START)
 
 
 def emptying(table: Table) -> Effect:
-    """What a truncate does to a mirror."""
+    """Return the effect of a truncate on a mirror."""
     columns = {f"c{i}": pa.array([], pa.large_string()) for i in range(len(table.columns))}
     return Effect(table.label, True, pa.table({ERASED: pa.array([], pa.bool_())} | columns))
 
 
 @dataclass(frozen=True)
 class Blame:
-    """Finds what in a unit makes it fail.
+    """Finds the messages that make a unit fail.
 
-    :param position: where the unit begins: with which truncates, and without which messages.
+    :param position: the position at which the unit begins, with its truncates and skipped messages.
     """
 
     spark: SparkSession
@@ -104,16 +104,16 @@ class Blame:
     def verdict(
         self, failure: Exception, start: Callable[[], Offsets], end: Offsets, unit: UnitNumber
     ) -> CdcError | None:
-        """Return why a unit fails: messages that have been set aside, or are named; ``None`` for anything else.
+        """Return why a unit fails: messages set aside or named; ``None`` for any other cause.
 
-        :param start: tells the offsets from which on the unit's messages are.
-        :param end: the offsets before which they are.
-        :raises CdcError: what else a part of the unit fails of.
+        :param start: returns the offsets of the unit's first messages.
+        :param end: the offsets after its last messages.
+        :raises CdcError: when a part of the unit fails for another reason.
         """
         error = _error_of(failure)
         if not isinstance(error, _REFUSALS) or self.run.stopping:
             return None
-        whole = Part.between(start(), end)
+        whole = UnitMessages.between(start(), end)
         skips: list[Skip] = []
         for each in culprits(whole, partial(self._failure, unit, CdcError)):
             if each.part.size > 1:
@@ -124,25 +124,28 @@ class Blame:
         if not skips:
             return _together(whole, error)
         for branch in self.run.branches:
-            branch.sink.note_source(branch.epoch, noted([*self.position.skipped, *skips]))
+            branch.sink.record_source(branch.epoch, noted([*self.position.skipped, *skips]))
         places = ", ".join(each.place for each in skips)
-        return SetAside(f"messages go to {self.source.dead_letters}: {places}", "The query begins again without them.")
+        return SetAside(
+            f"messages are written to {self.source.dead_letters}: {places}",
+            "No action is needed: the query restarts without them.",
+        )
 
     def lacking(
         self, missing: MissingValues, start: Callable[[], Offsets], end: Offsets, unit: UnitNumber
     ) -> BadRecord:
-        """Return the error for updates that leave values out of rows which a unit and a target do not have as a whole.
+        """Return the error for updates with omitted values of rows that neither unit nor target has completely.
 
         :param start, end: see :meth:`verdict`.
-        :raises CdcError: what else a part of the unit fails of.
+        :raises CdcError: when a part of the unit fails for another reason.
         """
         if self.run.stopping or not any(isinstance(branch.sink, Rehearsing) for branch in self.run.branches):
             return unknown(missing)
-        found = tipping(Part.between(start(), end), partial(self._failure, unit, MissingValues))
+        found = first_failing_message(UnitMessages.between(start(), end), partial(self._failure, unit, MissingValues))
         return unknown(missing) if found is None else unknown(found[1], found[0])
 
-    def _failure(self, unit: UnitNumber, kind: type[E], part: Part) -> E | None:
-        """Return what a part of a unit fails of, if it is of some kind: others may come of what it is without."""
+    def _failure(self, unit: UnitNumber, kind: type[E], part: UnitMessages) -> E | None:
+        """Return the failure of a part of a unit if it is of this kind; others may stem from missing context."""
         try:
             self._rehearse(part, unit)
         except (MissingValues, CdcError, PySparkException, Py4JJavaError) as e:
@@ -152,11 +155,11 @@ class Blame:
             return error if isinstance(error, kind) else None
         return None
 
-    def _rehearse(self, part: Part, unit: UnitNumber) -> None:
-        """Bring a part of a unit as far as can be taken back."""
+    def _rehearse(self, part: UnitMessages, unit: UnitNumber) -> None:
+        """Run the reversible steps of a part of a unit."""
         self.run.check()
         if self.run.stopping:
-            raise StreamFailed("the stream has been stopped", "Start again: it goes on from the last commit.")
+            raise StreamFailed("the stream has been stopped", "Start it again: it continues from the last commit.")
         for branch in self.run.branches:
             rows = result(self.spark, self.source, self._messages(part, branch))
             staged = stage_rows(branch, rows, self.table, f"{unit}_try{next(self._numbers)}", unit)
@@ -164,13 +167,13 @@ class Blame:
                 branch.sink.rehearse(branch.epoch, [*self._first(branch, unit), *staged])
 
     def _first(self, branch: Run, unit: UnitNumber) -> list[StagedPiece]:
-        """Return what a mirror gets first: it is emptied, and rows that are gone by then refuse nothing."""
+        """Return the first piece of a mirror, which empties it, so that rows deleted by then cannot cause refusals."""
         if branch.sink.mode != "mirror" or not self.position.truncates:
             return []
         return [replace(stage_effect(branch, unit, emptying(self.table)), index=-1)]
 
-    def _messages(self, part: Part, branch: Run) -> DataFrame:
-        """Return what a sink gets of a part: a changelog also what stands in front of the unit's truncates."""
+    def _messages(self, part: UnitMessages, branch: Run) -> DataFrame:
+        """Return the messages of a part for a sink; a changelog also gets those before the unit's truncates."""
         raw = message_view.raw_range(self.spark, self.source, part.start, part.end)
         if branch.sink.mode == "mirror":
             return without(behind_truncates(raw, self.position.floors), self.position.skipped)
@@ -184,15 +187,15 @@ class Blame:
 
 
 def _error_of(error: Exception) -> CdcError:
-    return error if isinstance(error, CdcError) else failure_of(str(error))
+    return error if isinstance(error, CdcError) else spark_failure(str(error))
 
 
-def unknown(missing: MissingValues, part: Part | None = None) -> BadRecord:
-    """Return the error for updates of rows that the target does not have, and that messages do not tell as a whole.
+def unknown(missing: MissingValues, part: UnitMessages | None = None) -> BadRecord:
+    """Return the error for updates of rows that the target does not have and no message describes completely.
 
-    :param part: the first of them, if it is known.
+    :param part: the first of these updates, if it is known.
     """
-    told = "; ".join(f"{label}, key {', '.join(min(keys))}" for label, keys in sorted(missing.keys.items()))
+    rows = "; ".join(f"{label}, key {', '.join(min(keys))}" for label, keys in sorted(missing.keys.items()))
     anew = (
         "let the connector make a new snapshot of the table, run `airflow-cdc drop`, empty the target, and begin there"
     )
@@ -202,36 +205,36 @@ def unknown(missing: MissingValues, part: Part | None = None) -> BadRecord:
         place = f"--topic {topic} --partition {partition} --offset {offset}"
         update = f"message {offset} of {topic}[{partition}], an update,"
         remedy = (
-            f"pass this one by `airflow-cdc skip {place}` and start again, if the row is to be left out as its insert"
-            f" was; otherwise {anew}"
+            f"to leave out the row as its insert was left out, run `airflow-cdc skip {place}` and start again;"
+            f" otherwise {anew}"
         )
-    what = f"{update} leaves values out, as they stay, of a row that the target does not have"
+    what = f"{update} omits unchanged values of a row that the target does not have"
     return BadRecord(
-        f"{what} ({told})",
-        f"Nothing of its batch was applied. No message that was read has the whole row: {remedy}.",
+        f"{what} ({rows})",
+        f"Nothing of its batch was applied. No message read so far contains the whole row: {remedy}.",
         what,
     )
 
 
 def _named(skip: Skip) -> BadRecord:
-    """Return the error that names a message, for people to decide about it."""
-    what = f"message {skip.first} of {skip.topic}[{skip.partition}] cannot be brought in"
+    """Return the error that names a message, so that a person can decide about it."""
+    what = f"message {skip.first} of {skip.topic}[{skip.partition}] cannot be applied"
     return BadRecord(
         f"{what}: {skip.cause}",
-        f"{CORRECT}; or pass this one by `airflow-cdc skip --topic {skip.topic} --partition {skip.partition}"
+        f"{CORRECT}; or skip this message with `airflow-cdc skip --topic {skip.topic} --partition {skip.partition}"
         f" --offset {skip.first}`. Then start again.",
         what,
     )
 
 
-def _together(part: Part, error: CdcError) -> CdcError:
-    """Return the error for messages of which none is to blame by itself."""
+def _together(part: UnitMessages, error: CdcError) -> CdcError:
+    """Return the error for messages that fail only together."""
     return type(error)(
-        f"messages {part.place}: {error.message}; none of them is refused by itself",
-        "Nothing of their batch was applied. They do not go together, or not with what the query has added up before."
-        " Change the target if it is too narrow; otherwise pass some of them by `airflow-cdc skip --topic … --partition"
-        " … --offset FIRST-LAST`, and start again.",
-        f"messages {part.place} are refused together; none of them is by itself",
+        f"messages {part.place}: {error.message}; none of them is refused alone",
+        "Nothing of their batch was applied. They conflict with each other, or with the state of the query."
+        " If the target is too narrow, change it. Otherwise skip some of them with `airflow-cdc skip --topic …"
+        " --partition … --offset FIRST-LAST`, and start again.",
+        f"messages {part.place} are refused together; none of them is refused alone",
     )
 
 

@@ -1,4 +1,4 @@
-"""Spark's checkpoint of a query, as far as the engine reads it: its id, and the offsets of its batches."""
+"""Reads Spark's checkpoint of a query: its id, and the offsets of its batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from airflow_cdc_provider.engine.core.errors import ConfigError, StateUnwritable, StreamFailed
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.sources.kafka.position import Found, RecordedTopics
+from airflow_cdc_provider.engine.sources.kafka.position import FoundCheckpoint, RecordedTopics
 from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, topic_settings
 from airflow_cdc_provider.engine.state.files import SPARKS
 from airflow_cdc_provider.engine.state.private_files import make_folder
@@ -22,53 +22,53 @@ _VERSION = "v1"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint's folder.
+    """The directory of a checkpoint.
 
-    :param url: as fsspec and Hadoop know it.
+    :param url: URL for fsspec and Hadoop.
     """
 
     url: str
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> Checkpoint:
-        """The one of a pipeline over topics; where the file names a folder, others may have theirs beside it."""
+        """Return the checkpoint of a pipeline over topics; several pipelines may share a configured directory."""
         own = topic_settings(pipeline).checkpoint
         return cls(f"{own}/{pipeline.name}" if own else f"{pipeline.state.rstrip('/')}/checkpoint")
 
     def prepare(self) -> None:
-        """Make a folder on this machine before Spark does, which would let everybody read it."""
+        """Create a local directory before Spark does, because Spark would make it readable for everyone."""
         system, path = self._place()
         if isinstance(system, LocalFileSystem):
             try:
                 make_folder(Path(path), Path(path).parent)
             except OSError as e:
-                raise self._unusable("made", "", e) from e
+                raise self._unusable("created", "", e) from e
 
     def id(self) -> str | None:
-        """What Spark has named the query; ``None`` where there is no checkpoint."""
+        """Return the id that Spark has given the query; ``None`` if there is no checkpoint."""
         text = self._read("metadata")
         return None if text is None else str(json.loads(text)["id"])
 
-    def find(self, position: RecordedTopics) -> Found:
-        """What stands there of a pipeline."""
+    def find(self, position: RecordedTopics) -> FoundCheckpoint:
+        """Return what the checkpoint contains for a pipeline."""
         id_ = self.id()
         if id_ is None:
-            return Found(None)
+            return FoundCheckpoint(None)
         last = position.applied - position.base - 1
         planned = self._numbers("offsets")
         offsets = self.offsets(last) if id_ == position.checkpoint and last in planned else None
-        return Found(id_, max(self._numbers("commits"), default=-1), max(planned, default=-1), offsets)
+        return FoundCheckpoint(id_, max(self._numbers("commits"), default=-1), max(planned, default=-1), offsets)
 
     def offsets(self, batch: int) -> Offsets:
-        """The offsets at which a batch ends.
+        """Return the offsets at which a batch ends.
 
-        :raises StreamFailed: when they do not stand there as this Spark writes them.
+        :raises StreamFailed: when they are not in the format of this version of Spark.
         """
         found: dict[str, dict[str, int]] = json.loads(self._planned(batch)[2])
         return found
 
     def watermark(self, batch: int) -> int:
-        """That of a batch, in milliseconds since 1970; 0 where a query has none.
+        """Return the watermark of a batch, in milliseconds since 1970; 0 if the query has none.
 
         :raises StreamFailed: as :meth:`offsets`.
         """
@@ -78,32 +78,32 @@ class Checkpoint:
         lines = (self._read(f"offsets/{batch}") or "").splitlines()
         if len(lines) != 3 or lines[0] != _VERSION:
             raise StreamFailed(
-                f"{self.url}/offsets/{batch} is not written as Spark 4.2 does",
-                "Run the pipeline with the version of Spark that has written its checkpoint.",
+                f"{self.url}/offsets/{batch} is not in the format of Spark 4.2",
+                "Run the pipeline with the Spark version that wrote its checkpoint.",
             )
         return lines
 
     def require_own(self) -> None:
-        """Refuse a folder that holds what Spark does not write there: it would be removed with the checkpoint.
+        """Refuse a directory that contains files of other programs, because they would be removed with the checkpoint.
 
-        :raises ConfigError: naming it.
+        :raises ConfigError: naming such a file.
         """
         strange = [name for name in sorted(self._names("")) if not SPARKS.fullmatch(name)]
         if strange:
             raise ConfigError(
-                f"the checkpoint {self.url} is to be a folder of its own, and holds {strange[0]}",
-                "Name another one by source.checkpoint, or move away what is not of Spark.",
+                f"the checkpoint {self.url} must be a directory that only Spark uses, but contains {strange[0]}",
+                "Set another directory in `source.checkpoint`, or move the other files away.",
             )
 
     def remove(self) -> None:
-        """Remove it, if it is there: what Spark writes, and the folder if it holds nothing else."""
+        """Remove the files that Spark writes, if they exist, and the directory if it is empty then."""
         system, path = self._place()
         try:
             for name in filter(SPARKS.fullmatch, self._names("")):
                 system.rm(f"{path}/{name}", recursive=True)
             if system.exists(path) and not self._names(""):
                 system.rmdir(path)
-        except Exception as e:  # object stores raise classes of their own
+        except Exception as e:  # object stores raise their own classes
             raise self._unusable("removed", "", e) from e
 
     def _place(self) -> tuple[Any, str]:
@@ -135,5 +135,5 @@ class Checkpoint:
     def _unusable(self, what: str, name: str, error: Exception) -> StateUnwritable:
         return StateUnwritable(
             f"{self.url}/{name} cannot be {what}: {getattr(error, 'strerror', None) or error}",
-            "Give the pipeline a checkpoint, by source.checkpoint or in its state, that Spark and we can write.",
+            "Set a directory that Spark and the engine can write in `source.checkpoint`, or make the state writable.",
         )

@@ -1,8 +1,9 @@
-"""Which columns of a query's result are columns of the messages as they stand, and with which ones it computes.
+"""Finds which columns of a query's result are unchanged columns of the messages, and which columns the query computes
+with.
 
-A value that a message leaves out can be kept in the target only if the query passes it on. One that it computes with,
-in a condition as in an expression, is not there to be computed with. What is not sure to be passed on, as through a
-union, counts as computed with.
+A value that a message omits can be kept in the target only if the query passes it on. The query cannot compute with it,
+in a condition or in an expression. A column counts as computed with unless it is certain to be passed on; after a
+union, for example, it is not certain.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ _PASSING = frozenset(
 
 @dataclass(frozen=True)
 class Lineage:
-    """Where the columns of a result come from.
+    """The origin of the columns of a result.
 
-    :param passed: the column of the view that a column of the result is.
+    :param passed: by column of the result, the column of the view that it passes on.
     :param computed: columns of the view that the query computes with.
-    :param stateful: the query keeps state, out of which nothing can be taken any more.
+    :param stateful: the query keeps state, from which nothing can be removed again.
     """
 
     passed: Mapping[str, str] = field(default_factory=dict)
@@ -35,21 +36,21 @@ class Lineage:
 
 
 def lineage_of(rows: DataFrame, names: frozenset[str]) -> Lineage:
-    """Find it in the plan of a query.
+    """Find the lineage in the plan of a query.
 
     :param names: the view's columns.
     """
     plan = rows._jdf.queryExecution().analyzed()
     computed: set[str] = set()
     found = _trace(plan, computed)
-    if not found and not computed:  # the view is in a subquery, or nothing of it is used
+    if not found and not computed:  # the view is in a subquery, or none of its columns is used
         return Lineage({}, names)
     passed = {each.name(): found[_id(each)] for each in _items(plan.output()) if _id(each) in found}
     return Lineage(passed, frozenset(computed) & names)
 
 
 def _trace(node: Any, computed: set[str]) -> dict[int, str]:
-    """Return which ids of a node's output are columns of the view."""
+    """Return the view's columns by the ids of a node's output."""
     name = str(node.nodeName())
     if name == "SubqueryAlias" and str(node.alias()).lower() == VIEW:
         return {_id(each): str(each.name()) for each in _items(node.output())}

@@ -1,11 +1,11 @@
-"""Values of messages as those of the columns that the pipeline file names: as they are, or not at all.
+"""Converts values of messages to the types of the columns in the pipeline file, exactly or not at all.
 
-Spark's ``from_json`` rounds decimals to a column's scale, makes an infinity of ``1e400``, takes 200 for a ``TINYINT``
-as -56, cuts a timestamp's nanoseconds, takes the date of a timestamp, and reads a number as seconds since 1970. Columns
-of such types are therefore read as texts, and either become values here or are told to be *bad*.
+Spark's ``from_json`` rounds decimals to a column's scale, turns ``1e400`` into infinity, reads 200 for a ``TINYINT`` as
+-56, truncates the nanoseconds of a timestamp, takes the date of a timestamp, and reads a number as seconds since
+1970. Columns of such types are therefore read as texts. Each text is then converted, or reported as *bad*.
 
-A number with a fraction or an exponent becomes a ``double`` in ``from_json`` before it is a text. So it is made a
-string in the JSON beforehand, with a mark by which it is known again, see :func:`marked`.
+``from_json`` also turns a number with a fraction or an exponent into a ``double`` before it becomes a text. So the JSON
+is rewritten first: such numbers become strings with a mark by which they are recognized, see :func:`marked`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pyspark.sql import types as t
 from airflow_cdc_provider.engine.sources.kafka.settings import Lenient, Unit
 
 _LITERAL = r"-?\d++(?:\.\d++(?:[eE][+-]?\d++)?|[eE][+-]?\d++)"
-# What stands before such a number, strings as a whole; a match begins where the one before it ends.
+# The text before such a number, with strings as a whole; each match begins where the previous one ended.
 _UP_TO_LITERAL = rf'\G((?:[^"\d-]++|"(?:[^"\\]++|\\.)*+"|-?\d++(?![\d.eE]))*+)({_LITERAL})'
-# Possessive, as Java would otherwise nest a call for each character.
+# Possessive quantifiers, because otherwise Java would nest a call for each character.
 _PAIRED = r"(?s)^(?:[^\\]|\\[^u]|\\u(?![dD][89a-fA-F])....|\\u[dD][89abAB]..\\u[dD][c-fC-F]..)*+$"
 _NUMBER = r"^[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,9})?$"
 _NOT_FINITE = r'^"?(?:NaN|[+-]?(?:Infinity|INF|Inf))"?$'
@@ -37,18 +37,18 @@ _ZONE = r"(?: ?[A-Za-z+-][\w:+/-]*)?"
 _WHOLE = r"^-?\d{1,19}$"
 _PER_SECOND = {"seconds": 1, "milliseconds": 1_000, "microseconds": 1_000_000}
 _FIRST_DAY, _LAST_DAY, _DAY = -719_162, 2_932_896, 86_400  # of the years 1 to 9999, from 1970
-# Significant digits of a number that every float keeps, and those that tell it from all others.
+# Number of significant digits that every float keeps, and number that distinguishes each float from all others.
 _DIGITS: dict[type[t.DataType], tuple[int, int]] = {t.FloatType: (6, 9), t.DoubleType: (15, 17)}
 _AS_TEXT = (t.FloatType, t.DoubleType, t.DecimalType, t.DateType, t.TimestampType, t.TimestampNTZType)
 
 
 @dataclass(frozen=True)
 class Values:
-    """How values are read, and what is wrong with them.
+    """The way values are read and checked.
 
-    :param lenient: what is taken although it is changed.
-    :param units: of numbers that stand for a date or time, by column.
-    :param mark: what numbers with a fraction begin with; no message can know it.
+    :param lenient: changes of values to accept.
+    :param units: by column, the unit of numbers for dates or times.
+    :param mark: the prefix of numbers with a fraction; it is random, so that no message contains it.
     """
 
     lenient: frozenset[Lenient]
@@ -56,15 +56,15 @@ class Values:
     mark: str = field(default_factory=lambda: f"n{secrets.token_hex(8)}:")
 
     def schema(self, row: t.StructType) -> t.StructType:
-        """Return what ``from_json`` reads a row as."""
+        """Return the type as which ``from_json`` reads a row."""
         return t.StructType([t.StructField(each.name, _read_as(each.dataType)) for each in row])
 
     def value(self, read: Column, each: t.StructField) -> Column:
-        """Return the value of a column; any where :meth:`bad` is true."""
+        """Return the value of a column; any value if :meth:`bad` is true."""
         return self._value(read, each.dataType, self.units.get(each.name))
 
     def bad(self, read: Column, each: t.StructField) -> Column | None:
-        """Return whether a value is none of its column; ``None`` where ``from_json`` has told already."""
+        """Return whether a value does not fit its column; ``None`` if ``from_json`` has reported that already."""
         return self._bad(read, each.dataType, self.units.get(each.name))
 
     def _value(self, read: Column, kind: t.DataType, unit: Unit | None = None) -> Column:
@@ -84,7 +84,7 @@ class Values:
         return read
 
     def _changes(self, kind: t.DataType) -> bool:
-        """Whether values are not as ``from_json`` gives them."""
+        """Return whether values differ from those of ``from_json``."""
         if isinstance(kind, t.ArrayType):
             return self._changes(kind.elementType)
         if isinstance(kind, t.MapType):
@@ -94,11 +94,11 @@ class Values:
         return isinstance(kind, (*_AS_TEXT, t.StringType, t.ByteType))
 
     def _plain(self, read: Column) -> Column:
-        """A text that may be a marked number."""
+        """Return a text without the mark of a number."""
         return f.when(read.startswith(self.mark), f.substring(read, len(self.mark) + 1, 1 << 30)).otherwise(read)
 
     def _unmarked(self, read: Column) -> Column:
-        """A text that is one, or JSON in which some are."""
+        """Return a text that is a marked number, or JSON that contains some, without the marks."""
         inside = f.regexp_replace(read, rf'"{self.mark}([^"]*)"', "$1")
         return f.when(read.startswith(self.mark), f.substring(read, len(self.mark) + 1, 1 << 30)).otherwise(inside)
 
@@ -130,18 +130,18 @@ class Values:
 
 
 def marked(text: Column, values: Values) -> Column:
-    """JSON in which numbers with a fraction or an exponent are strings that begin with the mark."""
+    """Return JSON in which numbers with a fraction or an exponent are strings that begin with the mark."""
     return f.regexp_replace(text, _UP_TO_LITERAL, f'$1"{values.mark}$2"')
 
 
 def paired(text: Column) -> Column:
-    """Whether no half of a pair of surrogates is spelled alone in JSON; with few that are spelled at all."""
+    """Return whether JSON escapes surrogates only in pairs; fast for texts with few escaped surrogates."""
     none = ~(f.contains(text, f.lit("\\ud")) | f.contains(text, f.lit("\\uD")))
     return none | text.rlike(_PAIRED)
 
 
 def counts_in(kind: t.DataType) -> tuple[Unit, ...]:
-    """The units in which a number may stand for a value of a type."""
+    """Return the units in which a number may represent a value of a type."""
     if isinstance(kind, t.DateType):
         return ("days",)
     return ("seconds", "milliseconds", "microseconds") if isinstance(kind, t.TimestampType | t.TimestampNTZType) else ()
@@ -177,7 +177,7 @@ def _none(text: Column, kind: t.DataType) -> Column:
 
 
 def _any(items: Column, bad: Callable[[Column], Column | None]) -> Column | None:
-    """Whether some item is bad; ``None`` where none can be."""
+    """Return whether some item is bad; ``None`` if no item can be."""
     if bad(items) is None:
         return None
     return f.coalesce(f.exists(items, lambda item: f.coalesce(cast(Column, bad(item)), f.lit(False))), f.lit(False))
@@ -194,7 +194,7 @@ def _not_decimal(text: Column, kind: t.DecimalType, lenient: bool) -> Column:
     none = ~text.rlike(_NUMBER) | _none(text, kind)
     if lenient:
         return none
-    # 12e-3 has as many decimals as its fraction and its power give it, less the zeros at its end.
+    # 12e-3 has as many decimals as its fraction and its exponent give it, without trailing zeros.
     whole, fraction, power = (f.regexp_extract(text, _POWER, group) for group in (1, 2, 3))
     digits = f.concat(whole, fraction)
     kept = f.rtrim(digits, f.lit("0"))
@@ -206,10 +206,10 @@ def _not_decimal(text: Column, kind: t.DecimalType, lenient: bool) -> Column:
 
 
 def _not_float(text: Column, kind: t.DataType, lenient: bool) -> Column:
-    """A float keeps a number if it is the one that its digits tell from all others.
+    """Return whether a float does not keep a number.
 
-    As many digits as tell any two floats apart are what many programs write of one, whatever it is; of whole numbers
-    all count.
+    A float keeps a number if it is the number that its digits identify among all floats. Many programs write as many
+    digits as distinguish any two floats, whatever the float is. Of whole numbers, all digits count.
     """
     if lenient:
         return ~(text.rlike(_NUMBER) | text.rlike(_NOT_FINITE))
@@ -227,5 +227,5 @@ def _not_float(text: Column, kind: t.DataType, lenient: bool) -> Column:
 
 
 def _significant(text: Column) -> Column:
-    """The digits of a number, but for zeros at either end."""
+    """Return the significant digits of a number, without leading and trailing zeros."""
     return f.btrim(f.regexp_replace(text, r"[eE].*$|[^\d]", ""), f.lit("0"))

@@ -1,9 +1,9 @@
-"""Which messages of a unit are to blame for its failure, found by trying parts of it.
+"""Finds the messages that make a unit fail, by trying parts of it.
 
-A unit is cut in halves, and those that fail are cut again, until single messages are left that fail by themselves. It
-takes about twice the logarithm of the unit's size in tries for each, and reads about three units for the first. A part
-that fails whereas both its halves do not has no single message to blame: its messages do not go together, as with a sum
-that becomes too large.
+A unit is halved, and halves that fail are halved again, until single messages remain that fail alone. For each message
+this takes about twice the logarithm of the unit's size in tries, and the first one reads about three times the unit. If
+a part fails but neither half does, no single message is at fault: its messages fail together, as with a sum that
+becomes too large.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Part:
+class UnitMessages:
     """Messages of a unit.
 
-    :param ranges: topic, partition, first offset and the one behind the last; a partition has at most one.
+    :param ranges: topic, partition, first offset, and the offset after the last message; one entry at most per
+        partition.
     """
 
     ranges: tuple[tuple[str, str, int, int], ...]
 
     @classmethod
-    def between(cls, start: Offsets, end: Offsets) -> Part:
-        """All messages between offsets; of partitions that ``start`` does not have, from the first one on."""
+    def between(cls, start: Offsets, end: Offsets) -> UnitMessages:
+        """Return all messages between offsets; if ``start`` lacks a partition, from its first message."""
         found = (
             (topic, p, start.get(topic, {}).get(p, 0), offset)
             for topic, partitions in sorted(end.items())
@@ -39,33 +40,33 @@ class Part:
 
     @property
     def size(self) -> int:
-        """Offsets that it has, of which some may hold no message."""
+        """Return the number of offsets; some may hold no message."""
         return sum(end - begin for *_, begin, end in self.ranges)
 
     @property
     def start(self) -> Offsets:
-        """Its first offsets."""
+        """Return the first offsets."""
         return self._offsets(2)
 
     @property
     def end(self) -> Offsets:
-        """The offsets behind its last ones."""
+        """Return the offsets after the last messages."""
         return self._offsets(3)
 
     @property
     def place(self) -> str:
-        """Where its messages are, for people."""
+        """Return the location of the messages, for people."""
         return ", ".join(f"{topic}[{p}] {begin}-{end - 1}" for topic, p, begin, end in self.ranges)
 
-    def cut(self, size: int) -> tuple[Part, Part]:
-        """Cut it in two parts, of which the first has so many messages."""
+    def cut(self, size: int) -> tuple[UnitMessages, UnitMessages]:
+        """Cut the part in two, the first with ``size`` messages."""
         left, first, second = size, [], []
         for topic, p, begin, end in self.ranges:
             cut = begin + min(left, end - begin)
             left -= cut - begin
             first += [(topic, p, begin, cut)] if cut > begin else []
             second += [(topic, p, cut, end)] if cut < end else []
-        return Part(tuple(first)), Part(tuple(second))
+        return UnitMessages(tuple(first)), UnitMessages(tuple(second))
 
     def _offsets(self, place: int) -> Offsets:
         found: dict[str, dict[str, int]] = {}
@@ -76,16 +77,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Culprit:
-    """A single message that fails by itself, or messages that do so together, and what with."""
+    """A single message that fails alone, or messages that fail together, with the error."""
 
-    part: Part
+    part: UnitMessages
     error: CdcError
 
 
-def culprits(part: Part, attempt: Callable[[Part], CdcError | None]) -> Iterator[Culprit]:
-    """Find what in a part fails, one after the other; nothing when the whole part passes.
+def culprits(part: UnitMessages, attempt: Callable[[UnitMessages], CdcError | None]) -> Iterator[Culprit]:
+    """Yield the failures in a part, one after the other; nothing if the whole part passes.
 
-    :param attempt: tries a part; returns what it is refused for, ``None`` if it is not, and raises anything else.
+    :param attempt: tries a part; returns the error if it is refused, ``None`` if it passes, and raises anything else.
     """
     error = attempt(part)
     if error is None:
@@ -99,11 +100,13 @@ def culprits(part: Part, attempt: Callable[[Part], CdcError | None]) -> Iterator
         yield Culprit(part, error)
 
 
-def tipping(part: Part, attempt: Callable[[Part], T | None]) -> tuple[Part, T] | None:
-    """Find a message with which a part begins to fail: up to it the part fails, and without it does not.
+def first_failing_message(
+    part: UnitMessages, attempt: Callable[[UnitMessages], T | None]
+) -> tuple[UnitMessages, T] | None:
+    """Find a message at which a part begins to fail: the part fails with it, but not if it ends before it.
 
     :param attempt: see :func:`culprits`.
-    :returns: the message, and what the part fails of up to it; ``None`` when the whole part passes.
+    :returns: the message, and the failure of the part up to it; ``None`` if the whole part passes.
     """
     failure = attempt(part)
     if failure is None:

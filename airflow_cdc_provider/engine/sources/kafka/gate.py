@@ -1,4 +1,4 @@
-"""The restart gate of a pipeline over topics: whether these can continue what the commit record says."""
+"""The restart gate of a pipeline over topics: checks whether the topics can continue the commit record."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from airflow_cdc_provider.engine.sources.kafka.topics import Topics, behind
 
 
 def pass_gate(topics: Topics, position: RecordedTopics) -> Offsets:
-    """Check that the topics still have what comes after the record's offsets.
+    """Check that the topics still have all messages after the record's offsets.
 
-    :returns: the ends of all topics that are read by now, open transactions and what stands behind them included.
-    :raises GateClosed: naming what differs and the repair.
+    :returns: the ends of all topics read so far, including open transactions and the messages after them.
+    :raises GateClosed: naming the difference and the repair.
     :raises ConfigError: when the pipeline file leaves out topics that have been read.
     """
     left = sorted(name for name in position.topics if not topics.source.reads(name))
@@ -22,8 +22,8 @@ def pass_gate(topics: Topics, position: RecordedTopics) -> Offsets:
         key = "pattern" if topics.source.pattern else "topics"
         raise ConfigError(
             f"source.{key} leaves out {', '.join(left)}, which this pipeline has read",
-            "Put them back, or use another pipeline name for the others. To have none of their messages from here on,"
-            " leave them out in source.sql by _topic.",
+            "Put them back, or use another pipeline name for the others. To ignore their messages from now on,"
+            " filter by _topic in source.sql.",
         )
     known = topics.described(position.topics.keys())
     ends = topics.written_ends(known)
@@ -34,8 +34,8 @@ def pass_gate(topics: Topics, position: RecordedTopics) -> Offsets:
 def lag_of(pipeline: Pipeline, record: Record | None) -> dict[str, int | None]:
     """Return how far a pipeline is behind its topics, for ``status``; ``None`` before there is a record.
 
-    :returns: ``lag_messages``, those that have not been read; and ``held_messages``, how many of them cannot be read
-        yet, as they belong to a transaction that a producer has left open, or stand behind one.
+    :returns: ``lag_messages``, the number of unread messages; and ``held_messages``, the number of those that cannot be
+        read yet because they are in or after a transaction that a producer has left open.
     :raises ConnectionFailed: when the cluster cannot be reached.
     """
     topics = Topics(topic_settings(pipeline))

@@ -1,9 +1,9 @@
-"""Checks that a query leaves messages in their order, by which the last one of a key is told.
+"""Checks that a query keeps messages in order, so that the last message of a key is known.
 
-A sink takes the rows of a unit in the order of Spark's tasks. As long as no shuffle moves rows between tasks, those
-that come from one partition of a topic stay in the order of its offsets. Behind a shuffle they come as its blocks
-arrive, so that an older row may end up as the last one of its key. Groups of an aggregate are the exception: each comes
-once in a unit, so that nothing depends on their order, as long as the key tells them apart.
+A sink takes the rows of a unit in the order of Spark's tasks. While no shuffle moves rows between tasks, rows from one
+partition of a topic stay in the order of its offsets. After a shuffle they arrive in the order of its blocks, so an
+older row may become the last one of its key. Groups of an aggregate are the exception: each occurs once in a unit, so
+their order does not matter if the key distinguishes them.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pyspark.sql import DataFrame
 from airflow_cdc_provider.engine.core.errors import ConfigError
 
 _SHUFFLES = frozenset({"RepartitionByExpression", "RebalancePartitions"})
-_LAST = "so that an older message of a key may win over its last one"
+_LAST = "so an older message of a key may replace the last one"
 
 
 def require_order(rows: DataFrame, key: Collection[str], stateful: bool) -> None:
-    """Refuse a query whose rows have lost their order, where the last one of a key is wanted.
+    """Refuse a query that loses the order of its rows although the last row of a key counts.
 
-    How Spark joins is decided with each batch, see :func:`require_unshuffled`.
+    Spark chooses the kind of join for each batch, see :func:`require_unshuffled`.
 
-    :param rows: what the query returns, as a stream.
-    :param key: columns of the result by which its rows are told apart.
+    :param rows: the result of the query, as a stream.
+    :param key: columns of the result that identify its rows.
     :raises ConfigError: naming what loses the order.
     """
     plan = rows._jdf.queryExecution().analyzed()
@@ -38,17 +38,17 @@ def require_order(rows: DataFrame, key: Collection[str], stateful: bool) -> None
 
 
 def require_unshuffled(rows: DataFrame) -> None:
-    """Refuse a batch whose rows have been shuffled: how Spark joins may change with the size of what it joins.
+    """Refuse a batch whose rows were shuffled: the kind of join may change with the size of the joined tables.
 
-    :param rows: of a batch, from a query without state.
-    :raises ConfigError: when they were.
+    :param rows: the result of a batch of a query without state.
+    :raises ConfigError: when the rows were shuffled.
     """
     if "ShuffledRowRDD" in str(rows._jdf.queryExecution().toRdd().toDebugString()):
         raise _refusal("makes Spark shuffle the messages, as a join with a large table does")
 
 
 def nodes_of(plan: Any) -> Iterator[Any]:
-    """Yield the nodes of a plan of Spark's, from its root."""
+    """Yield the nodes of a Spark plan, from its root."""
     yield plan
     children = plan.children()
     for place in range(children.size()):
@@ -56,7 +56,7 @@ def nodes_of(plan: Any) -> Iterator[Any]:
 
 
 def _shuffle(node: Any) -> str | None:
-    """Return what a user calls a node that shuffles the stream; ``None`` for any other."""
+    """Return the SQL name of a node that shuffles the stream; ``None`` for any other node."""
     name = node.nodeName()
     if not node.isStreaming():
         return None
@@ -68,7 +68,7 @@ def _shuffle(node: Any) -> str | None:
 
 
 def _require_groups(plan: Any, key: Collection[str]) -> None:
-    """Refuse a query with state unless each row is a group, and the key tells groups apart."""
+    """Refuse a query with state unless each row is a group, and the key distinguishes the groups."""
     output = plan.output()
     attributes = [output.apply(place) for place in range(output.size())]
     known = {each.exprId().id() for each in attributes if each.name() in key}
@@ -76,7 +76,7 @@ def _require_groups(plan: Any, key: Collection[str]) -> None:
     while node.nodeName() not in ("Aggregate", "Distinct"):
         children = [child for child in _children(node) if child.isStreaming()]
         if len(children) != 1:
-            raise _refusal("keeps a state of other rows than groups")
+            raise _refusal("keeps state of rows that are not groups")
         if node.nodeName() == "Project":
             known |= _sources(node.projectList(), known)
         (node,) = children
@@ -90,10 +90,10 @@ def _require_groups(plan: Any, key: Collection[str]) -> None:
         references = _ids(group.references())
         if references and not references & known:
             raise ConfigError(
-                f"source.key: {', '.join(key)} does not tell the rows of source.sql apart, which keeps them apart by"
-                f" {group.sql().replace('`', '')}, too: which of several comes last in a unit is not determined",
-                "Add that column to the result and to source.key; or take it out of GROUP BY, or of DISTINCT, and"
-                " aggregate it, as by max_by(column, _offset).",
+                f"source.key: {', '.join(key)} does not identify the rows of source.sql because it also groups by"
+                f" {group.sql().replace('`', '')}: which of several rows comes last in a unit is undetermined",
+                "Add that column to the result and to source.key. Or remove it from GROUP BY or DISTINCT, and"
+                " aggregate it, for example with max_by(column, _offset).",
             )
 
 
@@ -103,7 +103,7 @@ def _children(node: Any) -> Iterator[Any]:
 
 
 def _sources(expressions: Any, wanted: Collection[int]) -> set[int]:
-    """Return what the expressions of some ids are made of."""
+    """Return the ids of the columns from which the wanted expressions are computed."""
     found: set[int] = set()
     for place in range(expressions.size()):
         expression = expressions.apply(place)
@@ -120,6 +120,6 @@ def _ids(attributes: Any) -> set[int]:
 def _refusal(what: str) -> ConfigError:
     return ConfigError(
         f"source.sql {what}, {_LAST}",
-        "Leave that out; broadcast the table of a join by a hint, as in `SELECT /*+ BROADCAST(t) */ …`. A changelog"
-        " without source.key, in which no row replaces another, takes such a query.",
+        "Remove it; to join a table, broadcast it with a hint, as in `SELECT /*+ BROADCAST(t) */ …`. A changelog"
+        " without source.key accepts such a query, because no row replaces another.",
     )

@@ -1,4 +1,4 @@
-"""Values of messages as texts, and the one JSON object in each, before anything is known of its columns."""
+"""Turns values of messages into texts, and into the single JSON object in each, independent of their columns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from airflow_cdc_provider.engine.sources.kafka.column_values import Values, mark
 from airflow_cdc_provider.engine.sources.kafka.settings import TopicSettings
 
 WHOLE, ONE = "_whole", "_one"
-"""Columns: the object of a message, and whether there is nothing but that."""
+"""Columns: the object of a message, and whether the value contains nothing else."""
 
 NO_UTF8 = "it is not in UTF-8"
 
@@ -27,7 +27,7 @@ def with_texts(
     missed: Accumulator[frozenset[int]] | None = None,
     missing: frozenset[int] = frozenset(),
 ) -> DataFrame:
-    """Messages with their values as JSON, or with why there is none."""
+    """Return messages with their values as JSON, or with the reason why there is none."""
     if source.registry:
         schema = StructType([*raw.schema, *(StructField(name, StringType()) for name in (TEXT, UNDECODED))])
         registry = Registry(source.registry, source.registry_properties)
@@ -36,16 +36,16 @@ def with_texts(
     wrong = f.lit(None).cast("string")
     if "encoding" not in source.lenient:
         wrong = f.when(~f.is_valid_utf8(text), f.lit(NO_UTF8)).when(
-            ~paired(text), f.lit("it has half a pair of surrogates")
+            ~paired(text), f.lit("it contains an unpaired surrogate")
         )
     return raw.withColumn(UNDECODED, wrong).withColumn(TEXT, marked(text, values))
 
 
 def parsed_objects(raw: DataFrame, columns: StructType, values: Values) -> DataFrame:
-    """Messages with what :data:`.TEXT` holds, a single object.
+    """Return messages with the single object in their :data:`.TEXT`.
 
-    ``from_json`` leaves out what follows an object. As one of the two items of a list, whose name and second item no
-    message can know, nothing can follow it.
+    ``from_json`` ignores text after an object. So the object is wrapped as the first of two items of a list. No message
+    can know the list's name or its second item, so text after the object cannot go unnoticed.
     """
     options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": _UNREADABLE, "allowSingleQuotes": "false"}
     unreadable = StructField(_UNREADABLE, StringType())

@@ -1,9 +1,9 @@
-"""What Spark reads of topics, and how it becomes the view that the query is over.
+"""Reads topics with Spark, and builds the view that the query is over.
 
-Each message is either decoded or has a *trouble*, a text that says what is wrong with it. The decoded ones are the
-view, with the columns of the pipeline file, and ``_topic``, ``_partition``, ``_offset``, ``_timestamp`` and ``_key``;
-in Debezium's format also ``_op``, a letter as in a changelog: r, i, u or d, of which d has the row that is gone, and
-``_unchanged``, the names of columns whose value is left out, see :mod:`.unchanged_values`.
+Each message is either decoded, or has a *trouble*: a text that says what is wrong with it. The view contains the
+decoded messages, with the columns of the pipeline file and ``_topic``, ``_partition``, ``_offset``, ``_timestamp`` and
+``_key``. In Debezium's format it also has ``_op``, a letter as in a changelog (r, i, u or d; d has the deleted row),
+and ``_unchanged``, the names of columns whose value is omitted, see :mod:`.unchanged_values`.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from airflow_cdc_provider.engine.sources.kafka.column_values import Values, coun
 from airflow_cdc_provider.engine.sources.kafka.message_texts import NO_UTF8, ONE, WHOLE, parsed_objects, with_texts
 from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, TopicSettings
 from airflow_cdc_provider.engine.sources.kafka.skipped_messages import Skip, only
-from airflow_cdc_provider.engine.sources.kafka.unchanged_values import UNCHANGED, Placeholder, told
+from airflow_cdc_provider.engine.sources.kafka.unchanged_values import UNCHANGED, Placeholder, completed_row
 
 OP = "_op"
-"""The column of the result that says what has been done to a row."""
+"""The column of the result that contains the operation on a row."""
 
 _ALL = Lineage()
 
 _TROUBLE = "_trouble"
-_COMPUTED = "the value of {} is not in it, as an update has left it alone, and source.sql does more than pass it on"
+_COMPUTED = "it omits the unchanged value of {}, which source.sql computes with"
 _TRUNCATED = "it is a truncate"
-_ADDED_UP = "op is t, a truncate, which source.sql cannot take out of what it has added up"
+_ADDED_UP = "op is t, a truncate, which source.sql cannot remove from its state"
 _NO_VALUE = "it has no value"
 _NAMES = "array<string>"
 _LETTERS = {"r": "r", "c": "i", "u": "u", "d": "d"}
@@ -45,42 +45,42 @@ _BAD = re.compile(r"bad record (\S+)\[(\d+)\]@(\d+): (.*?) \(end of trouble\)", 
 
 
 class Truncated(BadRecord):
-    """A query has come to a truncate, which is for the units to follow."""
+    """A query has reached a truncate, which the unit writer must handle."""
 
     def __init__(self, topic: str, partition: int, offset: int) -> None:
         self.topic, self.partition, self.offset = topic, partition, offset
         what = f"message {offset} of {topic}[{partition}] is a truncate that has not been applied yet"
-        super().__init__(what, "Let the pipeline come behind it by `airflow-cdc run`; then do this again.", what)
+        super().__init__(what, "Run `airflow-cdc run` until it has passed this message; then try again.", what)
 
 
 def columns_of(source: TopicSettings) -> StructType:
-    """The columns of the file.
+    """Return the columns of the pipeline file.
 
-    :raises ConfigError: when Spark does not take them for a schema, or ``source.epochs`` does not fit them.
+    :raises ConfigError: when Spark rejects them as a schema, or ``source.epochs`` does not match them.
     """
     try:
         found = cast(StructType, StructType.fromDDL(source.columns))
-    except Exception as e:  # of Spark's parser, in several classes
+    except Exception as e:  # errors of Spark's parser, in several classes
         raise ConfigError(
             f"source.columns: {source.columns!r} is not a schema: {str(e).strip().splitlines()[0]}",
-            "Give columns as Spark's CREATE TABLE has them, such as `id BIGINT NOT NULL, at TIMESTAMP`.",
+            "Write columns as in Spark's CREATE TABLE, such as `id BIGINT NOT NULL, at TIMESTAMP`.",
         ) from e
     kinds = {each.name: each.dataType for each in found}
     for name, unit in source.units:
         if name not in kinds or unit not in counts_in(kinds[name]):
-            what = kinds[name].simpleString().upper() if name in kinds else "no column of source.columns"
+            what = kinds[name].simpleString().upper() if name in kinds else "not in source.columns"
             raise ConfigError(
-                f"source.epochs: {name} is {what}, of which no number of {unit} is a value",
-                "Name columns of the type TIMESTAMP or TIMESTAMP_NTZ, with seconds, milliseconds or microseconds, or"
-                " of the type DATE, with days.",
+                f"source.epochs: {name} is {what}, which cannot be read from a number of {unit}",
+                "Name columns of type TIMESTAMP or TIMESTAMP_NTZ with seconds, milliseconds or microseconds, or"
+                " columns of type DATE with days.",
             )
     return found
 
 
 def raw_stream(spark: SparkSession, source: TopicSettings, starting: Offsets) -> DataFrame:
-    """The messages of the topics, as they come, of transactions only once they are committed.
+    """Return the messages of the topics as a stream; those of transactions only after the commit.
 
-    :param starting: where to begin, for all partitions, unless there is a checkpoint.
+    :param starting: the offsets of all partitions to begin at, unless there is a checkpoint.
     """
     options = {
         **source.client_options,
@@ -94,7 +94,7 @@ def raw_stream(spark: SparkSession, source: TopicSettings, starting: Offsets) ->
 
 
 def raw_range(spark: SparkSession, source: TopicSettings, start: Offsets, end: Offsets) -> DataFrame:
-    """The messages between some offsets; of partitions that ``start`` does not have, from their first one on."""
+    """Return the messages between offsets; if ``start`` lacks a partition, from its first message."""
     return spark.read.format("kafka").options(**_range_options(source, start, end)).load()
 
 
@@ -111,7 +111,7 @@ def _range_options(source: TopicSettings, start: Offsets, end: Offsets) -> dict[
 
 
 def raw_stream_of_range(spark: SparkSession, source: TopicSettings, start: Offsets, end: Offsets) -> DataFrame:
-    """As :func:`raw_range`, for a stream, which by itself has no end to be named."""
+    """Return what :func:`raw_range` does, as a stream. Streams have no option for the end, so a filter sets it."""
     options = _range_options(source, start, end)
     del options["endingOffsets"]
     inside = [
@@ -123,7 +123,7 @@ def raw_stream_of_range(spark: SparkSession, source: TopicSettings, start: Offse
 
 
 def raw_nothing(spark: SparkSession) -> DataFrame:
-    """What has the columns of messages, without a cluster."""
+    """Return an empty stream with the columns of messages, without a cluster."""
     kinds = {"key": "binary", "value": "binary", "topic": "string", "partition": "int", "offset": "bigint"}
     columns = [f.lit(None).cast(kind).alias(name) for name, kind in kinds.items()]
     return spark.readStream.format("rate").load().select(*columns, "timestamp")
@@ -135,9 +135,9 @@ def readable(
     lineage: Lineage = _ALL,
     missed: Accumulator[frozenset[int]] | None = None,
 ) -> DataFrame:
-    """The view's rows, without messages that have a trouble.
+    """Return the view's rows, without messages that have a trouble.
 
-    :param lineage: of the query; messages have to have what it computes with.
+    :param lineage: the lineage of the query; messages must contain the columns that it computes with.
     :param missed: see :class:`.AvroTexts`.
     """
     values = _values(source)
@@ -148,14 +148,14 @@ def readable(
 
 
 def required(raw: DataFrame, source: TopicSettings, lineage: Lineage = _ALL) -> DataFrame:
-    """The view's rows; the first message that has a trouble ends the query, see :func:`bad_record`."""
+    """Return the view's rows; the first message with a trouble ends the query, see :func:`bad_record`."""
     values = _values(source)
     decoded = _ended(_decoded(raw, source, values, lineage), f.col(_TROUBLE).isNotNull())
     return _shown(decoded, source, values).drop(_TROUBLE)
 
 
 def _ended(decoded: DataFrame, bad: Column) -> DataFrame:
-    """Let the first message of some end the query, see :func:`bad_record`."""
+    """Let the first bad message end the query, see :func:`bad_record`."""
     said = f.concat(
         f.lit("bad record "),
         f.col("topic"),
@@ -167,24 +167,24 @@ def _ended(decoded: DataFrame, bad: Column) -> DataFrame:
         f.col(_TROUBLE),
         f.lit(" (end of trouble)"),
     )
-    # What Spark cannot know before it puts together with no other condition: one of the query's, asked first, would let
-    # the message go unseen.
+    # Spark does not combine a nondeterministic condition with others. Otherwise Spark could evaluate a condition of the
+    # query first, and the message would go unnoticed.
     ends = f.when(bad & (f.spark_partition_id() >= 0), f.raise_error(said).cast("boolean")).otherwise(f.lit(True))
     return decoded.filter(ends)
 
 
-def troubled(raw: DataFrame, source: TopicSettings, lineage: Lineage, missing: frozenset[int]) -> DataFrame:
-    """Messages that have a trouble, as they are to be written to another topic, with headers that say where from.
+def dead_letter_rows(raw: DataFrame, source: TopicSettings, lineage: Lineage, missing: frozenset[int]) -> DataFrame:
+    """Return messages that have a trouble, as rows for another topic, with headers that contain their origin.
 
     :param lineage: see :func:`readable`.
     :param missing: see :class:`.AvroTexts`.
     """
     bad = _decoded(raw, source, _values(source), lineage, missing=missing).filter(f.col(_TROUBLE) != _TRUNCATED)
-    return _buried(bad, f.col(_TROUBLE))
+    return _as_dead_letters(bad, f.col(_TROUBLE))
 
 
 def truncates(raw: DataFrame, source: TopicSettings) -> DataFrame:
-    """Return where truncates stand in topics in Debezium's format: partition, offset, and what tells them apart."""
+    """Return the truncates in topics in Debezium's format: partition, offset, and an identifying text."""
     values = _values(source)
     told_by = StructType([StructField(name, StringType()) for name in ("sequence", "lsn", "ts_us", "ts_ms")])
     envelope = StructType([StructField(OP[1:], StringType()), StructField("source", told_by)])
@@ -197,25 +197,25 @@ def truncates(raw: DataFrame, source: TopicSettings) -> DataFrame:
 
 
 def set_aside(raw: DataFrame, skips: Collection[Skip]) -> DataFrame:
-    """Messages that are passed over, as :func:`troubled` has others."""
-    return _buried(only(raw, skips), f.col("cause"))
+    """Return skipped messages in the format of :func:`dead_letter_rows`."""
+    return _as_dead_letters(only(raw, skips), f.col("cause"))
 
 
-def _buried(bad: DataFrame, error: Column) -> DataFrame:
-    told = {name: f.col(name) for name in ("topic", "partition", "offset")} | {"error": error}
+def _as_dead_letters(bad: DataFrame, error: Column) -> DataFrame:
+    place = {name: f.col(name) for name in ("topic", "partition", "offset")} | {"error": error}
     headers = f.array(
         *(
             f.struct(f.lit(f"airflow_cdc.{name}").alias("key"), value.cast("string").cast("binary").alias("value"))
-            for name, value in told.items()
+            for name, value in place.items()
         )
     )
     return bad.select("key", "value", headers.alias("headers"))
 
 
 def bad_record(text: str) -> BadRecord | None:
-    """The error for what :func:`required` has ended a query with; ``None`` for any other end.
+    """Return the error for a message with which :func:`required` ended a query; ``None`` for any other end.
 
-    :param text: of Spark's error.
+    :param text: the text of Spark's error.
     """
     found = _BAD.search(text)
     if found is None:
@@ -225,9 +225,9 @@ def bad_record(text: str) -> BadRecord | None:
         return Truncated(topic, int(partition), int(offset))
     return BadRecord(
         f"message {offset} of {topic}[{partition}] cannot be read: {trouble}",
-        "Nothing of its batch was applied. Correct source.columns or source.format if they are wrong; otherwise have"
-        " such messages written to another topic by source.bad_records: {dead_letter: …}, or pass this one by"
-        f" `airflow-cdc skip --topic {topic} --partition {partition} --offset {offset}`, and start again.",
+        "Nothing of its batch was applied. If source.columns or source.format is wrong, correct it. Otherwise have such"
+        " messages written to another topic with source.bad_records: {dead_letter: …}, or skip this message with"
+        f" `airflow-cdc skip --topic {topic} --partition {partition} --offset {offset}`; then start again.",
         f"message {offset} of {topic}[{partition}] cannot be read",
     )
 
@@ -240,7 +240,7 @@ def _decoded(
     missed: Accumulator[frozenset[int]] | None = None,
     missing: frozenset[int] = frozenset(),
 ) -> DataFrame:
-    """Messages with their row in ``m``, what is wrong with it, and in Debezium's format the operation."""
+    """Return messages with their row in ``m``, their trouble, and in Debezium's format the operation."""
     if source.format in ("text", "bytes"):
         return _as_whole(raw, source)
     columns, texts = columns_of(source), with_texts(raw, source, values, missed, missing)
@@ -250,7 +250,7 @@ def _decoded(
 
 
 def _as_whole(raw: DataFrame, source: TopicSettings) -> DataFrame:
-    """Messages whose value is the row, as it stands."""
+    """Return messages whose whole value is the row."""
     text = f.col("value").cast("string")
     bad = f.lit(None).cast("string")
     if source.format == "text" and "encoding" not in source.lenient:
@@ -270,7 +270,7 @@ def _plain(raw: DataFrame, columns: StructType, values: Values) -> DataFrame:
 def _debezium(
     raw: DataFrame, columns: StructType, values: Values, placeholder: Placeholder, lineage: Lineage
 ) -> DataFrame:
-    """A tombstone follows the delete of its key, and says nothing more."""
+    """Return decoded Debezium messages, without tombstones, which only follow the delete of their key."""
     row = values.schema(columns)
     unchanged = StructType([StructField("unchanged", ArrayType(StringType()))])
     envelope = StructType(
@@ -285,8 +285,8 @@ def _debezium(
     parsed = parsed_objects(raw.filter(f.col("value").isNotNull()), whole, values)
     e = f.col(WHOLE)
     parsed = parsed.withColumn("p", f.coalesce(e["payload"], f.struct(*(e[each.name] for each in envelope))))
-    # A row that is read, or gone, is told as a whole.
-    update = told(row, placeholder, f.col("p.after"), f.col("p.before"), f.col("p.source.unchanged"))
+    # Rows that were read or deleted are complete in the message.
+    update = completed_row(row, placeholder, f.col("p.after"), f.col("p.before"), f.col("p.source.unchanged"))
     parsed = parsed.withColumn("update", f.when(f.col("p.op").isin("u", "c"), update))
     letter = f.create_map(*(f.lit(each) for pair in _LETTERS.items() for each in pair))
     gone = f.col("p.op") == "d"
@@ -311,27 +311,27 @@ def _unreadable() -> Column:
     return (
         f.when(f.col("value").isNull(), f.lit(_NO_VALUE))
         .when(f.col(UNDECODED).isNotNull(), f.col(UNDECODED))
-        .when(~f.coalesce(f.col(ONE), f.lit(False)), f.lit("it is not one JSON object with values of these columns"))
+        .when(~f.coalesce(f.col(ONE), f.lit(False)), f.lit("it is not a single JSON object with these columns"))
         .otherwise(f.lit(None).cast("string"))
     )
 
 
 def _wrong(columns: StructType, row: Column, values: Values, away: Column) -> Column:
-    """Which column has a value that is none of it, or has to be there and is not.
+    """Return which column has an unsuitable value, or lacks a required one.
 
-    :param away: names of columns whose value is left out as it stays.
+    :param away: names of columns whose unchanged value is omitted.
     """
     found = [_lacking(columns, row, away)]
     for each in columns:
         bad = values.bad(row[each.name], each)
         if bad is not None:
-            said = f"the value of {each.name} is none of {each.dataType.simpleString().upper()}, or would be changed"
+            said = f"the value of {each.name} does not fit {each.dataType.simpleString().upper()} without a change"
             found.append(f.when(bad, f.lit(said)))
     return f.coalesce(*found)
 
 
 def _lacking(columns: StructType, row: Column, away: Column) -> Column:
-    """Which of the columns that have to be there is not."""
+    """Return which required column is missing."""
     needed = [each.name for each in columns if not each.nullable]
     stays = {name: f.coalesce(f.array_contains(away, name), f.lit(False)) for name in needed}
     missing = [f.when(row[name].isNull() & ~stays[name], f.lit(f"{name} is missing")) for name in needed]
@@ -343,7 +343,7 @@ def _values(source: TopicSettings) -> Values:
 
 
 def _shown(decoded: DataFrame, source: TopicSettings, values: Values) -> DataFrame:
-    """The columns of the view, and the trouble."""
+    """Return the columns of the view, and the trouble."""
     place: dict[str, Any] = {
         "_topic": f.col("topic"),
         "_partition": f.col("partition"),

@@ -1,4 +1,4 @@
-"""Topics of Kafka as a kind of sources."""
+"""The plugin for sources that read Kafka topics."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 class KafkaSourcePlugin:
-    """See :class:`.SourcePlugin`."""
+    """The plugin for sources that read Kafka topics."""
 
     settings = TopicSettings
 
     def attach(self, pipeline: Pipeline) -> KafkaSource:
-        """See :meth:`.SourcePlugin.attach`."""
+        """Return the source of a pipeline, without connecting to it."""
         from airflow_cdc_provider.engine.sources.kafka.source import KafkaSource
 
         return KafkaSource(pipeline)

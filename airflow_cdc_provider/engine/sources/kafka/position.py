@@ -1,11 +1,12 @@
-"""Where a pipeline over topics is, as its commit record says, and whether source and checkpoint can go on from there.
+"""The position of a pipeline over topics in its commit record, and checks whether source and checkpoint can continue
+there.
 
-The record's ``identity`` says which cluster and topics have been read, and up to which offsets: these change in the
-same step as a unit's rows. Unit *n* is what a batch of Spark has made of the messages between the offsets of unit
-*n - 1* and its own, and *n* stands where an LSN does in other records.
+The record's ``identity`` contains the cluster, the topics, and the offsets up to which they have been read. It changes
+in the same step as a unit's rows. Unit *n* is what a Spark batch has made of the messages between the offsets of unit
+*n - 1* and its own. The number *n* takes the place of an LSN in other records.
 
-Spark's checkpoint numbers batches from 0. The record names the checkpoint and the unit that came before it, so that a
-batch has one number only, and none but the named checkpoint is ever gone on with.
+Spark's checkpoint numbers batches from 0. The record names the checkpoint and the unit before it, so that a batch has
+only one number, and the pipeline never continues with any other checkpoint.
 """
 
 from __future__ import annotations
@@ -27,27 +28,27 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 UnitNumber: TypeAlias = LogPosition
-"""How many units have been made of the messages of a pipeline's topics."""
+"""The number of units made of the messages of a pipeline's topics."""
 
 REPAIR = (
-    "Run `airflow-cdc drop`, empty or drop the target tables, then `airflow-cdc run`: it begins again from the first"
+    "Run `airflow-cdc drop`, empty or drop the target tables, then run `airflow-cdc run`: it begins again at the first"
     " messages that the topics still have."
 )
 
 
 @dataclass(frozen=True)
 class RecordedTopics:
-    """What the record says.
+    """The source's part of a commit record.
 
     :param applied: number of the last unit.
-    :param begun: the offsets at which the pipeline began; what came to partitions and topics later was read as a whole.
-    :param offsets: from which on nothing has been read.
-    :param topics: ids of the topics that have been read, by name.
+    :param begun: the offsets at which the pipeline began; partitions and topics added later were read from the start.
+    :param offsets: the next offsets to read.
+    :param topics: by name, the ids of the topics that have been read.
     :param stateful: the query keeps state from one batch to the next.
     :param checkpoint: the id of Spark's checkpoint; ``None`` before the first unit.
     :param base: the number of the last unit before the checkpoint's first batch.
-    :param skipped: messages that are passed over.
-    :param truncates: offsets of truncates that the next unit begins with, in their order.
+    :param skipped: messages to skip.
+    :param truncates: offsets of the truncates with which the next unit begins, in order.
     :param truncated: offsets up to which a truncate has been applied.
     """
 
@@ -66,9 +67,9 @@ class RecordedTopics:
 
     @classmethod
     def of(cls, record: Record) -> RecordedTopics:
-        """Read it.
+        """Read it from a commit record.
 
-        :raises ConfigError: when it is that of another kind of source.
+        :raises ConfigError: when the record belongs to another kind of source.
         """
         noted = noted_by("kafka", record.identity)
         return cls(
@@ -88,35 +89,35 @@ class RecordedTopics:
 
     @property
     def floors(self) -> Offsets:
-        """The offsets up to which messages are of before a truncate."""
+        """Return the offsets up to which a truncate removes messages."""
         return self.truncates[-1] if self.truncates else self.truncated
 
     def shown(self) -> dict[str, Any]:
-        """What ``status`` shows of it, as JSON values."""
+        """Return what ``status`` shows, as JSON values."""
         return {"offsets": self.offsets, "skipped": [asdict(skip) for skip in self.skipped]}
 
     def to_notes(self) -> dict[str, Any]:
-        """What is noted in the record."""
+        """Return the notes for the record."""
         return {name: value for name, value in asdict(self).items() if name != "applied"}
 
     def require_source(self, cluster: str, topics: Collection[Topic], beginnings: Offsets, ends: Offsets) -> None:
-        """Refuse a source that cannot continue what the record says.
+        """Refuse a source that cannot continue the record.
 
-        :param topics: those of the record's that are there.
+        :param topics: the record's topics that exist.
         :param beginnings, ends: their first and next offsets.
-        :raises GateClosed: naming what differs and the repair.
+        :raises GateClosed: naming the difference and the repair.
         """
         if cluster != self.cluster:
             raise GateClosed(
-                f"the brokers are of cluster {cluster}, but the sink was filled from {self.cluster}",
+                f"the brokers belong to cluster {cluster}, but the sink was filled from {self.cluster}",
                 f"If `source.brokers` is wrong, correct it. If the cluster has been replaced: {REPAIR}",
             )
         there = {topic.name: topic.id for topic in topics}
         for name, id_ in self.topics.items():
             if there.get(name) != id_:
                 raise GateClosed(
-                    f"topic {name} {'has been made anew' if name in there else 'no longer exists'}: offsets of before"
-                    " mean nothing in it",
+                    f"topic {name} {'has been recreated' if name in there else 'no longer exists'}, so the recorded"
+                    " offsets do not apply to it",
                     REPAIR,
                 )
         for name, partitions in self.offsets.items():
@@ -124,9 +125,9 @@ class RecordedTopics:
                 first, end = beginnings[name].get(partition, 0), ends[name].get(partition, 0)
                 if first > offset:
                     raise GateClosed(
-                        f"{name}[{partition}] begins at offset {first} by now, but has been read up to {offset} only:"
-                        " what lay between has been removed",
-                        f"{REPAIR} So that it does not happen again, raise the topic's retention.",
+                        f"{name}[{partition}] now begins at offset {first}, but has been read only up to {offset}:"
+                        " the messages between were removed",
+                        f"{REPAIR} To prevent this, raise the topic's retention.",
                     )
                 if end < offset:
                     raise GateClosed(
@@ -136,19 +137,19 @@ class RecordedTopics:
 
     @staticmethod
     def noted(offsets: Offsets, checkpoint: str | None, base: int, topics: Mapping[str, str]) -> dict[str, Any]:
-        """What becomes of the identity with a unit."""
+        """Return what changes in the identity with a unit."""
         return {"offsets": offsets, "checkpoint": checkpoint, "base": base, "topics": dict(topics)}
 
 
 @dataclass(frozen=True)
-class Found:
-    """A checkpoint as it is found.
+class FoundCheckpoint:
+    """A checkpoint as found.
 
-    :param id: ``None`` where there is none.
-    :param committed: the last batch that Spark counts as done, -1 before the first.
-    :param planned: the last batch of which the offsets stand there, -1 before the first.
-    :param offsets: of the batch that the record knows last; ``None`` where the checkpoint does not have it, or is not
-        the one that the record names.
+    :param id: ``None`` if there is no checkpoint.
+    :param committed: the last batch that Spark has completed, -1 before the first.
+    :param planned: the last batch whose offsets are in the checkpoint, -1 before the first.
+    :param offsets: the offsets of the last batch in the record; ``None`` if the checkpoint lacks it, or is not the
+        checkpoint that the record names.
     """
 
     id: str | None
@@ -157,53 +158,54 @@ class Found:
     offsets: Offsets | None = None
 
 
-def goes_on(positions: Collection[RecordedTopics], found: Found, place: str) -> bool:
-    """Whether the query goes on with a checkpoint; otherwise it begins with another one, at the records' offsets.
+def continues_checkpoint(positions: Collection[RecordedTopics], found: FoundCheckpoint, place: str) -> bool:
+    """Return whether the query continues with a checkpoint; otherwise it begins with another one, at the records'
+    offsets.
 
-    Nothing but the records is needed for that, unless the query has state, which the checkpoint keeps, or a unit is in
-    one sink only, as after one that failed: Spark alone knows where it ended.
+    A new beginning needs only the records, with two exceptions: a query with state, which is in the checkpoint, and a
+    unit that is in one sink only, for example after a failure. Only Spark's checkpoint contains the end of such a unit.
 
-    :param positions: of all sinks.
-    :param found: what stands there of the one that has most, see :func:`foremost`.
-    :param place: of the checkpoint, for messages.
-    :raises GateClosed: when it has to go on with the checkpoint, and that is not the one that goes with the records; or
-        when a sink lacks more than a unit that another one has.
+    :param positions: the positions of all sinks.
+    :param found: the checkpoint of the sink that has most, see :func:`most_advanced`.
+    :param place: location of the checkpoint, for messages.
+    :raises GateClosed: when the query has to continue with the checkpoint but that does not match the records, or when
+        a sink lacks more than one unit that another one has.
     """
-    most, least = foremost(positions), min(position.applied for position in positions)
+    most, least = most_advanced(positions), min(position.applied for position in positions)
     ahead = most.applied - least
     if ahead > 1:
         raise GateClosed(
-            f"the sinks stand at different units, {least} and {most.applied}, as when one is restored from a backup",
-            f"Restore all sinks of the same moment. Without that: {REPAIR}",
+            f"the sinks are at different units, {least} and {most.applied}; one may have been restored from a backup",
+            f"Restore all sinks to the same moment. If that is impossible: {REPAIR}",
         )
     last = least - most.base - 1
     in_step = last - 1 <= found.committed <= last and last + ahead <= found.planned <= last + 1
     if in_step and found.offsets == most.offsets:
         return True
-    what = "is gone" if found.id is None else "is not the one that goes with the sink's commit record"
+    what = "is missing" if found.id is None else "does not match the sink's commit record"
     if most.stateful and most.checkpoint is not None:
         raise GateClosed(
-            f"the checkpoint {place}, which keeps the state of the pipeline's query, {what}: sums would begin anew in"
+            f"the checkpoint {place}, which contains the state of the pipeline's query, {what}: sums would restart in"
             " the middle of their windows",
-            f"Restore checkpoint and sink of the same moment. Without that: {REPAIR}",
+            f"Restore checkpoint and sink to the same moment. If that is impossible: {REPAIR}",
         )
     if ahead:
         raise GateClosed(
-            f"the checkpoint {place} {what}, and the sinks stand at different units",
-            "Restore the checkpoint; or run each sink as a pipeline of its own.",
+            f"the checkpoint {place} {what}, and the sinks are at different units",
+            "Restore the checkpoint; or run each sink in its own pipeline.",
         )
     return False
 
 
-def foremost(positions: Collection[RecordedTopics]) -> RecordedTopics:
-    """Of a pipeline's sinks the one that has most: those that lack its last unit may not know the checkpoint yet."""
+def most_advanced(positions: Collection[RecordedTopics]) -> RecordedTopics:
+    """Return the position of the sink that has most; sinks without its last unit may not know the checkpoint yet."""
     return max(positions, key=lambda position: position.applied)
 
 
 def with_truncates(offsets: Offsets, floors: Offsets) -> Offsets:
-    """Return how far messages have been looked at once a unit ends: up to a truncate, also where that stands behind it.
+    """Return how far messages have been examined when a unit ends; a truncate may lie after its end.
 
-    :param offsets: at which the unit ends.
+    :param offsets: the offsets at which the unit ends.
     :param floors: see :attr:`RecordedTopics.floors`.
     """
     reached = {topic: dict(found) for topic, found in offsets.items()}
@@ -214,7 +216,7 @@ def with_truncates(offsets: Offsets, floors: Offsets) -> Offsets:
 
 
 def behind_truncates(raw: DataFrame, floors: Offsets) -> DataFrame:
-    """Leave out of what is read of topics what a truncate has taken, and the truncate itself.
+    """Remove messages up to a truncate, and the truncate itself, from those read.
 
     :param floors: see :attr:`RecordedTopics.floors`.
     """

@@ -1,4 +1,4 @@
-"""What can be checked of topics without Spark, changing nothing."""
+"""Checks topics without Spark, changing nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from airflow_cdc_provider.engine.sources.kafka.topics import Topics
 def check(checks: Checks, pipeline: Pipeline) -> str | None:
     """Check topics, schema registry and checkpoint of a pipeline.
 
-    :returns: what the brokers call their cluster; ``None`` when they cannot be asked.
+    :returns: the id of the brokers' cluster; ``None`` if they do not answer.
     """
     source = topic_settings(pipeline)
     topics = Topics(source)
@@ -44,13 +44,13 @@ def _registry(registry: Registry) -> str:
 def _checkpoint(pipeline: Pipeline) -> str:
     checkpoint = Checkpoint.of(pipeline)
     checkpoint.require_own()
-    return f"The checkpoint {checkpoint.url} holds nothing of others."
+    return f"The checkpoint {checkpoint.url} contains only files of Spark."
 
 
 def _dead_letters(topics: Topics) -> str:
     name = topics.source.dead_letters
     if not topics.described([name]):
         raise ConfigError(
-            f"source.bad_records: {topics.source.brokers} has no topic {name}", "Create it, or name another one."
+            f"source.bad_records: {topics.source.brokers} has no topic {name}", "Create the topic, or name another one."
         )
     return f"Messages that cannot be read go to {name}."

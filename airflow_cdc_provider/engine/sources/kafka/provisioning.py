@@ -1,7 +1,7 @@
-"""Making a pipeline over topics ready: checks, target tables, commit record.
+"""Prepares a pipeline over topics: checks, target tables, commit record.
 
-At the source nothing is made. Where the topics begin is recorded before anything is read, so that a first run that
-breaks off begins there again.
+Nothing is created at the source. The first offsets are recorded before anything is read, so that an interrupted first
+run begins there again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from airflow_cdc_provider.engine.core.lsn import LOG_START
 from airflow_cdc_provider.engine.core.record import Record, noted_by
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.postgres.driver_checks import driver_errors_told
+from airflow_cdc_provider.engine.postgres.driver_checks import convert_driver_errors
 from airflow_cdc_provider.engine.runs.commit_records import (
     existing_record,
     identity_of,
@@ -24,7 +24,7 @@ from airflow_cdc_provider.engine.runs.commit_records import (
     require_targets,
     sink_of,
 )
-from airflow_cdc_provider.engine.runs.record_copy import write_ledger
+from airflow_cdc_provider.engine.runs.record_copy import write_record_copy
 from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer, require_epoch, take_epoch
 from airflow_cdc_provider.engine.runs.sink_checks import (
     check_targets,
@@ -37,16 +37,16 @@ from airflow_cdc_provider.engine.sources.kafka.position import RecordedTopics
 from airflow_cdc_provider.engine.sources.kafka.query_difference import text_difference
 from airflow_cdc_provider.engine.sources.kafka.settings import topic_settings
 from airflow_cdc_provider.engine.sources.kafka.skipped_messages import Skip, noted
-from airflow_cdc_provider.engine.sources.kafka.spark_failures import fitting
+from airflow_cdc_provider.engine.sources.kafka.spark_failures import with_topic_remedy
 from airflow_cdc_provider.engine.sources.kafka.topics import Topics
 from airflow_cdc_provider.engine.state.files import State
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from airflow_cdc_provider.engine.sources.kafka.query import Shape
+    from airflow_cdc_provider.engine.sources.kafka.query import QueryResult
 
-# What sinks are asked beside their tables; of which :func:`check` has told.
+# Checks of sinks that do not concern a table; :func:`check` has reported them already.
 _WITHOUT_TABLE = (
     *("sink", "sink functions", "sink server", "sink durability", "sink loading", "codec", "commit record"),
     *("transaction timeout", "transactions", "schema registry", "encryption", "identity", "source"),
@@ -54,38 +54,38 @@ _WITHOUT_TABLE = (
 
 
 def check_query(pipeline: Pipeline, spark: SparkSession) -> list[Finding]:
-    """Check what a pipeline's query returns, and whether the sinks can have a table of it; changes nothing."""
-    from airflow_cdc_provider.engine.sources.kafka.query import shape_of
+    """Check the result of a pipeline's query, and whether the sinks can have a table for it; change nothing."""
+    from airflow_cdc_provider.engine.sources.kafka.query import query_result
 
-    checks = Checks(driver_errors_told)
+    checks = Checks(convert_driver_errors)
 
-    def described(found: Shape) -> str:
+    def described(found: QueryResult) -> str:
         kept = "state" if found.stateful else "no state"
         return f"The query returns {len(found.table.columns)} columns, and keeps {kept}."
 
-    shape = checks.run("query", lambda: shape_of(spark, pipeline), described)
-    return checks.findings + (_check_table(pipeline, shape.table) if shape is not None else [])
+    result = checks.run("query", lambda: query_result(spark, pipeline), described)
+    return checks.findings + (_check_table(pipeline, result.table) if result is not None else [])
 
 
 def _check_table(pipeline: Pipeline, table: Table) -> list[Finding]:
-    """Check whether the sinks can have a table; without what has been checked of them before there was one."""
-    checks, topics = Checks(driver_errors_told), Topics(topic_settings(pipeline))
+    """Check whether the sinks can have a table, without repeating the checks that need no table."""
+    checks, topics = Checks(convert_driver_errors), Topics(topic_settings(pipeline))
     cluster = checks.run("source", topics.cluster.id)
     identity = None if cluster is None else topics.identity(cluster)
     for branch in pipeline.branches:
         check_targets(checks, branch, [table], identity)
     return [
-        finding if finding.error is None else replace(finding, error=fitting(finding.error))
+        finding if finding.error is None else replace(finding, error=with_topic_remedy(finding.error))
         for finding in checks.findings
         if finding.check not in _WITHOUT_TABLE or not finding.ok
     ]
 
 
 def provision(pipeline: Pipeline, takeover: bool) -> Record:
-    """Create, or verify, target tables and commit record; take the epoch of a run.
+    """Create or verify target tables and commit records; take the epoch of a run.
 
-    :raises CdcError: when something stands in the way; then nothing has been changed, but for sinks that have begun
-        before one that refuses.
+    :raises CdcError: when something prevents it. Nothing has been changed then, except in sinks that were prepared
+        before the one that refused.
     """
     state = State(pipeline.state)
     record = record_if_any(pipeline)
@@ -101,7 +101,7 @@ def provision(pipeline: Pipeline, takeover: bool) -> Record:
         _note_epochs(branch, epoch, _meaning(pipeline))
     record = existing_record(pipeline)
     require_epoch(record, epoch)
-    write_ledger(pipeline, state, record)
+    write_record_copy(pipeline, state, record)
     for branch in pipeline.branches:
         own = existing_record(branch)
         require_targets(branch, sink_of(branch), own)
@@ -110,15 +110,15 @@ def provision(pipeline: Pipeline, takeover: bool) -> Record:
 
 
 def _begin(pipeline: Pipeline, new: Sequence[Pipeline], record: Record | None) -> None:
-    """Let the records of sinks begin, all at the same offsets; those that a try has begun which broke off say where.
+    """Create the records of sinks, all at the same offsets; if an interrupted attempt left records, at their offsets.
 
-    :raises ConfigError: when others have gone on from there.
+    :raises ConfigError: when other sinks have gone on from there.
     """
     if record is not None and record.applied:
         raise ConfigError(
-            f"sink: {new[0].sink.place} has been added to a pipeline that has read its topics up to unit"
-            f" {record.applied}: it would lack what came before",
-            "Fill it by a pipeline of another name.",
+            f"sink: cannot add {new[0].sink.place} because the pipeline has read its topics up to unit"
+            f" {record.applied}, and the sink would lack everything before",
+            "Fill it with a pipeline of another name.",
         )
     table, stateful = _look_at_query(pipeline)
     require(_check_table(pipeline, table))
@@ -128,12 +128,12 @@ def _begin(pipeline: Pipeline, new: Sequence[Pipeline], record: Record | None) -
 
 
 def _look_at_query(pipeline: Pipeline) -> tuple[Table, bool]:
-    from airflow_cdc_provider.engine.sources.kafka.query import shape_of
+    from airflow_cdc_provider.engine.sources.kafka.query import query_result
     from airflow_cdc_provider.engine.spark.session import spark_session
 
     with spark_session(pipeline.spark_start, "provision") as spark:
-        shape = shape_of(spark, pipeline)
-    return shape.table, shape.stateful
+        result = query_result(spark, pipeline)
+    return result.table, result.stateful
 
 
 def _first_notes(pipeline: Pipeline, stateful: bool) -> dict[str, Any]:
@@ -148,14 +148,14 @@ def _first_notes(pipeline: Pipeline, stateful: bool) -> dict[str, Any]:
 
 
 def _meaning(pipeline: Pipeline) -> Mapping[str, Any]:
-    """What of the file decides about rows and state; the sinks may decide about the output."""
+    """Return the settings that determine rows and state; the sinks may determine the output."""
     from airflow_cdc_provider.engine.sources.kafka.query import output_of
 
     return {**topic_settings(pipeline).meaning, "output": output_of(pipeline)}
 
 
 def _require_same(branch: Pipeline, record: Record, meaning: Mapping[str, Any]) -> None:
-    """Refuse a file whose meaning is no longer that of what has been written, or of the state that is kept.
+    """Refuse a file whose meaning differs from the rows already written or from the state already kept.
 
     :param meaning: see :func:`_meaning`, of the whole pipeline.
     :raises ConfigError: naming the key.
@@ -176,30 +176,30 @@ def _require_same(branch: Pipeline, record: Record, meaning: Mapping[str, Any]) 
             raise ConfigError(
                 f"source.{name} is not what the pipeline has been provisioned with:\n"
                 f"{text_difference(recorded.get(name), meaning[name])}",
-                "Put it back, or use another pipeline name. A query that keeps state cannot be changed: what it has"
-                " added up is of the query of before.",
+                "Put it back, or use another pipeline name. A query that keeps state cannot be changed because its"
+                " state belongs to the earlier query.",
             )
 
 
 def _with_epochs(recorded: Mapping[str, Any], meaning: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a recorded query with the units of epochs that it lacks: until then such numbers were of no row."""
+    """Return a recorded query with added epoch units; before they were added, such numbers never became rows."""
     if "epochs" not in meaning:
         return recorded
     return {**recorded, "epochs": {**meaning["epochs"], **recorded.get("epochs", {})}}
 
 
 def _note_epochs(branch: Pipeline, epoch: int, meaning: Mapping[str, Any]) -> None:
-    """Record units of epochs that the file of a query with state has gained: from here on they are in what it keeps."""
+    """Record epoch units that the file has gained, if the query keeps state: from now on its state depends on them."""
     position = RecordedTopics.of(existing_record(branch))
     query = _with_epochs(position.query, meaning)
     if position.stateful and query != position.query:
-        sink_of(branch).note_source(epoch, {"query": query})
+        sink_of(branch).record_source(epoch, {"query": query})
 
 
 def skip(pipeline: Pipeline, skips: Sequence[Skip], takeover: bool) -> Record:
-    """Note messages in the sinks' records that are passed over from here on.
+    """Record in the sinks' records that messages are to be skipped from now on.
 
-    :raises ConfigError: when one is of no topic that is read, has been read, or is not there yet.
+    :raises ConfigError: when a message is in no topic that is read, has been read already, or does not exist yet.
     :raises SecondWriter: when another run is alive and ``takeover`` is not set.
     """
     positions = [RecordedTopics.of(existing_record(branch)) for branch in pipeline.branches]
@@ -209,16 +209,16 @@ def skip(pipeline: Pipeline, skips: Sequence[Skip], takeover: bool) -> Record:
         p = str(each.partition)
         begin, end = read.get(each.topic, {}).get(p, 0), ends.get(each.topic, {}).get(p, 0)
         if not begin <= each.first <= each.last < end:
-            there = f"offsets {begin} to {end - 1} of its partition" if begin < end else "none of its partition"
+            there = f"offsets {begin} to {end - 1}" if begin < end else "none"
             raise ConfigError(
-                f"{each.place} cannot be passed over: {there} have not been read",
-                "Give topic, partition and offset as the error names them. What has been read is in the sinks.",
+                f"cannot skip {each.place} because the unread messages of its partition are: {there}",
+                "Give topic, partition and offset as in the error. Messages that have been read are in the sinks.",
             )
     known = {skip for position in positions for skip in position.skipped}
     state = State(pipeline.state)
     epoch = take_epoch(pipeline, state, takeover)
     for branch in pipeline.branches:
-        sink_of(branch).note_source(epoch, noted({*known, *skips}))
+        sink_of(branch).record_source(epoch, noted({*known, *skips}))
     record = existing_record(pipeline)
-    write_ledger(pipeline, state, record)
+    write_record_copy(pipeline, state, record)
     return record

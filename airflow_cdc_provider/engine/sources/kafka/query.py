@@ -1,4 +1,4 @@
-"""The query of a pipeline file: what it returns, whether it keeps state, and the table that it stands for."""
+"""Analyzes the query of a pipeline file: its result, whether it keeps state, and the table that it corresponds to."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from airflow_cdc_provider.engine.sources.kafka import message_view
 from airflow_cdc_provider.engine.sources.kafka.column_lineage import Lineage, lineage_of
 from airflow_cdc_provider.engine.sources.kafka.message_order import nodes_of, require_order
 from airflow_cdc_provider.engine.sources.kafka.message_view import OP
-from airflow_cdc_provider.engine.sources.kafka.settings import VIEW, Output, TopicSettings, topic_settings
+from airflow_cdc_provider.engine.sources.kafka.settings import VIEW, OutputMode, TopicSettings, topic_settings
 from airflow_cdc_provider.engine.sources.kafka.unchanged_values import UNCHANGED
 
-# Of a plan, those that take each row by itself. What else there is may have to remember rows of before.
+# Plan nodes that process each row separately. All others may keep state of earlier rows.
 _STATELESS = frozenset(
     {"Project", "Filter", "SubqueryAlias", "View", "EventTimeWatermark", "MapInArrow", "Generate", "Union", "Sort"}
     | {
@@ -53,30 +53,30 @@ _TYPES: dict[type[t.DataType], tuple[str, int]] = {
     t.TimestampType: ("timestamp with time zone", 1184),
     t.TimestampNTZType: ("timestamp without time zone", 1114),
 }
-"""Types of Postgres, by which sinks know columns, with their oids."""
+"""Types of Postgres, which sinks use for columns, with their oids."""
 _NUMERIC = 1700
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What a query returns.
+class QueryResult:
+    """The result of a query.
 
     :param table: its columns and key.
     :param stateful: it keeps state from one batch to the next.
-    :param told: its result says by :data:`.message_view.OP` what has been done to a row.
-    :param partial: its result says by :data:`.unchanged_values.UNCHANGED` which values of a row are left out.
+    :param has_ops: the column :data:`.message_view.OP` of the result contains the operation on a row.
+    :param partial: the column :data:`.unchanged_values.UNCHANGED` of the result names omitted values of a row.
     """
 
     table: Table
     stateful: bool
-    told: bool
+    has_ops: bool
     partial: bool = False
 
 
-def shape_of(spark: SparkSession, pipeline: Pipeline) -> Shape:
-    """Find out what a pipeline's query returns, without asking the cluster.
+def query_result(spark: SparkSession, pipeline: Pipeline) -> QueryResult:
+    """Return the result of a pipeline's query, without asking the cluster.
 
-    :raises ConfigError: when Spark does not take it, or no table can be made of it.
+    :raises ConfigError: when Spark rejects the query, or its result cannot be a table.
     :raises SparkUnusable: when Spark cannot plan any query.
     """
     source = _source(pipeline)
@@ -88,28 +88,28 @@ def shape_of(spark: SparkSession, pipeline: Pipeline) -> Shape:
     except Py4JJavaError as e:
         raise SparkUnusable(
             f"Spark cannot plan source.sql: {str(e.java_exception).splitlines()[0]}",
-            "Give Spark what its configuration names: with an empty `spark.jars.packages`, the jars of Kafka's source,"
-            " and of Delta for such a sink, have to be on its class path.",
+            "Make the jars of Spark's Kafka source, and of Delta for such a sink, available on Spark's class path; an"
+            " empty `spark.jars.packages` does not download them.",
         ) from e
     plan = rows._jdf.queryExecution().analyzed()
     if _reads(plan) > 1:
         raise ConfigError(
             f"source.sql reads {VIEW} more than once",
-            "Name it once: Spark would read the topics anew for each, by offsets of their own. What a union gives,"
-            " explode() of an array of structs gives, too.",
+            "Name it once, because Spark would read the topics separately for each use, at different offsets. Instead"
+            " of a union, use explode() of an array of structs.",
         )
     stateful = any(_keeps_state(node) for node in nodes_of(plan))
     names = [field.name for field in rows.schema]
     _check_names(pipeline, names, stateful)
     if keeps_last(pipeline, OP in names):
         require_order(rows, source.key, stateful)
-    return Shape(_table(source, rows.schema), stateful, OP in names, UNCHANGED in names)
+    return QueryResult(_table(source, rows.schema), stateful, OP in names, UNCHANGED in names)
 
 
 def result(
     spark: SparkSession, source: TopicSettings, raw: DataFrame, missed: Accumulator[frozenset[int]] | None = None
 ) -> DataFrame:
-    """The query over messages.
+    """Return the result of the query over messages.
 
     :param missed: see :class:`.AvroTexts`.
     """
@@ -123,9 +123,9 @@ def result(
 
 @lru_cache(maxsize=4)
 def lineage_in(spark: SparkSession, source: TopicSettings) -> Lineage:
-    """Find which columns of the messages the query passes on, and with which ones it computes.
+    """Return which columns of the messages the query passes on, and which columns it computes with.
 
-    Without the names of what a message leaves out it passes nothing on.
+    If the result lacks the names of omitted values, nothing counts as passed on.
     """
     names = frozenset(message_view.columns_of(source).names)
     if source.format != "debezium" and UNCHANGED not in names:
@@ -156,21 +156,21 @@ def _queried(
     return spark.sql(source.sql or f"SELECT {_all_columns(source)} FROM {VIEW}")
 
 
-def output_of(pipeline: Pipeline) -> Output:
-    """Whether results are told whenever they change, or when nothing changes them any more.
+def output_of(pipeline: Pipeline) -> OutputMode:
+    """Return whether results are written at every change, or once they are final.
 
-    A mirror replaces a window that has changed; a changelog would have it several times.
+    A mirror replaces a changed window; a changelog would contain it several times.
     """
     only_logs = all(sink.mode == "changelog" for sink in pipeline.sinks)
     return _source(pipeline).output or ("append" if only_logs else "update")
 
 
-def keeps_last(pipeline: Pipeline, told: bool) -> bool:
-    """Return whether the last row of a key counts: in a mirror, and where events of a changelog follow one another.
+def keeps_last(pipeline: Pipeline, has_ops: bool) -> bool:
+    """Return whether the last row of a key counts: in a mirror, and in a changelog whose events follow one another.
 
-    :param told: see :class:`Shape`.
+    :param has_ops: see :class:`QueryResult`.
     """
-    return told or bool(_source(pipeline).key)
+    return has_ops or bool(_source(pipeline).key)
 
 
 def _source(pipeline: Pipeline) -> TopicSettings:
@@ -183,12 +183,12 @@ def _all_columns(source: TopicSettings) -> str:
 
 
 def _quoted(name: str) -> str:
-    """Quote a column's name, in which a dot would be a field of it."""
+    """Quote a column's name; Spark would read an unquoted dot as access to a field."""
     return "`" + name.replace("`", "``") + "`"
 
 
-def _check_output(spark: SparkSession, rows: DataFrame, output: Output) -> None:
-    """Let Spark say before the first batch what it would say then."""
+def _check_output(spark: SparkSession, rows: DataFrame, output: OutputMode) -> None:
+    """Let Spark raise its errors of the first batch now."""
     jvm: Any = spark._jvm
     modes = jvm.org.apache.spark.sql.streaming.OutputMode
     mode = modes.Update() if output == "update" else modes.Append()
@@ -198,16 +198,16 @@ def _check_output(spark: SparkSession, rows: DataFrame, output: Output) -> None:
 
 def _refused(error: PySparkException) -> ConfigError:
     said = re.sub(r";.*", "", str(error).strip().splitlines()[0]) if str(error).strip() else type(error).__name__
-    what = "is not a query that Spark takes" if isinstance(error, AnalysisException) else "cannot be used"
+    what = "is not a valid streaming query" if isinstance(error, AnalysisException) else "cannot be used"
     return ConfigError(
         f"source.sql {what}: {said}",
-        f"Correct it: a query over {VIEW}, which has the columns of source.columns and _topic, _partition, _offset,"
-        " _timestamp and _key. Windows need a watermark (source.watermark) to be told when they are closed.",
+        f"Correct it: it must be a query over {VIEW}, with the columns of source.columns and _topic, _partition,"
+        " _offset, _timestamp and _key. Windows are closed only with a watermark (source.watermark).",
     )
 
 
 def _reads(plan: Any) -> int:
-    """How often the messages are read: what a WITH has read is there once, and once for each that refers to it."""
+    """Return how often messages are read: a WITH appears in the plan once, and once more for each reference."""
     subqueries = plan.subqueriesAll()
     plans = [plan, *(subqueries.apply(place) for place in range(subqueries.size()))]
     streaming = [node for each in plans for node in nodes_of(each) if node.isStreaming()]
@@ -230,25 +230,23 @@ def _check_names(pipeline: Pipeline, names: list[str], stateful: bool) -> None:
     source = _source(pipeline)
     taken = [name for name in set(names) if names.count(name) > 1]
     if taken:
-        raise ConfigError(
-            f"source.sql returns several columns of the name {taken[0]}", "Give them other names with AS."
-        )
+        raise ConfigError(f"source.sql returns several columns named {taken[0]}", "Give them other names with AS.")
     mirrors = [sink for sink in pipeline.sinks if sink.mode == "mirror"]
     if mirrors and not source.key:
         raise ConfigError(
-            "source.key is missing: a mirror is kept by the key of its rows",
-            "Name the columns of the result that tell its rows apart, or use sink.mode: changelog.",
+            "source.key is missing, but a mirror needs a key",
+            "Name the columns of the result that identify its rows, or use sink.mode: changelog.",
         )
     unknown = [name for name in source.key if name not in names]
     if unknown:
         raise ConfigError(
             f"source.key: the query returns no column {unknown[0]}",
-            f"Name some of its columns: {', '.join(name for name in names if name not in (OP, UNCHANGED))}.",
+            f"Choose from its columns: {', '.join(name for name in names if name not in (OP, UNCHANGED))}.",
         )
     if mirrors and source.format == "debezium" and not stateful and OP not in names:
         raise ConfigError(
-            f"source.sql leaves {OP} out, by which a mirror knows which rows have been deleted",
-            f"Select {OP}, too; it becomes no column of the target.",
+            f"source.sql does not select {OP}, which tells a mirror which rows were deleted",
+            f"Select {OP} as well; it does not become a column of the target.",
         )
 
 
@@ -281,8 +279,8 @@ def _column(field: t.StructField, number: int, key: tuple[str, ...]) -> Column:
         name, oid = _TYPES[type(kind)]
     else:
         raise ConfigError(
-            f"source.sql: {field.name} is of the type {kind.simpleString()}, for which targets have no column",
-            "Take its fields one by one, such as `window.start AS start`, or make a text of it with to_json().",
+            f"source.sql: {field.name} has the type {kind.simpleString()}, which targets cannot store",
+            "Select its fields one by one, such as `window.start AS start`, or convert it to text with to_json().",
         )
     return Column(
         name=field.name,

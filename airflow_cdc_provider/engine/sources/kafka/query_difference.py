@@ -1,4 +1,4 @@
-"""How a query, or the table that it returns, differs from what a pipeline has been provisioned with, for people."""
+"""Shows people how a query, or the table that it returns, differs from the provisioned one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from difflib import unified_diff
 
 from airflow_cdc_provider.engine.core.table import Table
 
-# Where a line of a query begins, as files often have it in one.
+# Where to break a query into lines, because files often have it on a single line.
 _CLAUSE = re.compile(
     r"\s+(?=(?:SELECT|FROM|WHERE|GROUP\s+BY|HAVING|UNION|(?:LEFT\s+|RIGHT\s+|INNER\s+|CROSS\s+|FULL\s+)?JOIN)\b)",
     re.IGNORECASE,
@@ -16,12 +16,12 @@ _CLAUSE = re.compile(
 
 
 def text_difference(before: object, now: object) -> str:
-    """Show two values of a key line by line, a query clause by clause."""
-    return _shown(_lines(before), _lines(now)) or "white space alone has changed"
+    """Return the difference of two values of a key line by line, of a query clause by clause."""
+    return _shown(_lines(before), _lines(now)) or "only white space has changed"
 
 
 def table_difference(before: Table, now: Table) -> str:
-    """Show the columns and keys of two tables."""
+    """Return the difference of the columns and keys of two tables."""
     return _shown(_columns(before), _columns(now))
 
 

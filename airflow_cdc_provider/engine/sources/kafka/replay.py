@@ -1,10 +1,10 @@
-"""The query over messages that have been read, once more: what a target should hold.
+"""Runs the query again over messages that have been read, to find what a target should hold.
 
-Most queries run as a batch over all of them. A query that gives a row once nothing changes it any more, as windows are
-told when they are closed, runs as a stream: Spark closes windows in streams only. It takes all messages as one batch,
-by which it comes to a watermark, and then gives what that closes. The sink has what had been closed by the watermark of
-its last unit, which may be earlier than what all messages come to; the stream then runs again with the delay that leads
-to just that watermark. Both watermarks are the latest time less the delay, see ``EventTimeWatermarkExec`` in Spark.
+Most queries run as a batch over all messages. A query that returns only final rows, such as windows once they are
+closed, runs as a stream because Spark closes windows only in streams. The stream takes all messages as one batch, which
+sets a watermark, and then returns the windows that it closes. The sink has the windows closed by the watermark of its
+last unit, which may be earlier than that of all messages. If so, the stream runs again with the delay that leads to
+exactly that watermark. Both watermarks are the latest time minus the delay, see ``EventTimeWatermarkExec`` in Spark.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from airflow_cdc_provider.engine.sources.kafka.position import RecordedTopics, b
 from airflow_cdc_provider.engine.sources.kafka.query import result
 from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, TopicSettings
 from airflow_cdc_provider.engine.sources.kafka.skipped_messages import Skip, without
-from airflow_cdc_provider.engine.sources.kafka.spark_failures import failure_of
+from airflow_cdc_provider.engine.sources.kafka.spark_failures import spark_failure
 from airflow_cdc_provider.engine.sources.kafka.staging_task import (
     HASHES,
     RESULT_OP,
@@ -52,8 +52,8 @@ from airflow_cdc_provider.engine.sources.kafka.topics import Topics
 class Reach:
     """How far a sink is.
 
-    :param offsets: before which all has been read.
-    :param watermark: of the last unit, in milliseconds since 1970: what ended before it was closed.
+    :param offsets: offsets before which everything has been read.
+    :param watermark: of the last unit, in milliseconds since 1970; windows that ended before it were closed.
     """
 
     offsets: Offsets
@@ -61,7 +61,7 @@ class Reach:
 
 
 def reach_of(branch: Pipeline, checkpoint: Checkpoint) -> Reach:
-    """How far a sink is by now."""
+    """Return how far a sink is by now."""
     position = RecordedTopics.of(existing_record(branch))
     batch = position.applied - position.base - 1
     return Reach(position.offsets, 0 if batch < 0 else checkpoint.watermark(batch))
@@ -71,13 +71,13 @@ def reach_of(branch: Pipeline, checkpoint: Checkpoint) -> Reach:
 class Replay:
     """The query over messages that have been read.
 
-    :param first: offsets at which they begin, of those that are still there.
-    :param late: messages before these have been read, too.
-    :param until: the offsets at which they end.
-    :param reach: how far the sink is, which says what has been closed.
-    :param passed: what the sink's record says at the moment of messages that are left out, as they were passed over, or
-        as a truncate has taken them: a stream goes on meanwhile, and sinks may stand at different units.
-    :param checkpoint: the pipeline's; what is needed of another one for a while stands beside it.
+    :param first: offsets of the first messages that still exist.
+    :param late: earlier messages have been read, too.
+    :param until: returns the offsets at which the messages end.
+    :param reach: returns how far the sink is, which determines the closed windows.
+    :param passed: returns the current position in the sink's record, with skipped messages and truncates. It can change
+        while a stream runs, and differ between sinks.
+    :param checkpoint: the pipeline's checkpoint; temporary ones are created next to it.
     """
 
     spark: SparkSession
@@ -91,7 +91,7 @@ class Replay:
 
     @classmethod
     def of(cls, spark: SparkSession, topics: Topics, position: RecordedTopics, checkpoint: Checkpoint) -> Replay:
-        """That of all messages which a pipeline has read."""
+        """Return the replay of all messages that a pipeline has read."""
         there = topics.beginnings(topics.described(position.offsets.keys()))
         begun = {
             topic: {p: position.begun.get(topic, {}).get(p, 0) for p in partitions}
@@ -111,18 +111,18 @@ class Replay:
         )
 
     def rows(self, keyed: bool, target: Target, keys: object = None) -> Iterator[pa.RecordBatch]:
-        """The rows of the result as texts, under the names of the target's columns.
+        """Yield the rows of the result as texts, under the names of the target's columns.
 
-        :param keyed: of each key the last one, unless that says that the row is gone.
+        :param keyed: keep only the last row of each key, and none if that deletes the row.
         """
         with self._queried() as found:
             texts = _texts(found, target.table, keyed)
         yield from _at_last(texts, target.table, keyed)
 
     def sums(self, target: Target, buckets: int) -> Mapping[int, Sequence[int]]:
-        """The sums of the rows' hashes, see :func:`.hash_sums.add_up`; of each key, if there is one, the last row.
+        """Return the sums of the rows' hashes, see :func:`.hash_sums.add_up`; with a key, of the last row of each.
 
-        Messages have to tell whole rows.
+        Messages must contain whole rows.
         """
         table = target.table
         with self._queried() as found:
@@ -131,16 +131,16 @@ class Replay:
 
     @contextmanager
     def _queried(self) -> Iterator[DataFrame]:
-        """The rows of the result, with what Spark fails with told as ours."""
+        """Yield the rows of the result, translating Spark's errors into errors of the engine."""
         end, passed = self.until(), self.passed()
         raw = behind_truncates(message_view.raw_range(self.spark, self.source, self.first, end), passed.truncated)
         try:
             yield result(self.spark, self.source, without(raw, passed.skipped))
         except PySparkException as e:
-            raise failure_of(str(e)) from e
+            raise spark_failure(str(e)) from e
 
     def closed_rows(self, keyed: bool, target: Target, keys: object = None) -> Iterator[pa.RecordBatch]:
-        """As :meth:`rows`, of what nothing changes any more."""
+        """Yield what :meth:`rows` does, but only final rows."""
         reach, skips = self.reach(), self.passed().skipped
         texts_of = partial(_texts, table=target.table, keyed=keyed)
         ran = self._run(reach.offsets, self.source, skips, texts_of)
@@ -148,8 +148,8 @@ class Replay:
         if column and ran.latest is not None and ran.latest - round(delay * 1000) > reach.watermark:
             longer = replace(self.source, watermark=(column, (ran.latest - reach.watermark) / 1000))
             ran = self._run(reach.offsets, longer, skips, texts_of)
-        if ran.told:
-            yield from _at_last(pa.concat_tables(ran.told), target.table, keyed)
+        if ran.tables:
+            yield from _at_last(pa.concat_tables(ran.tables), target.table, keyed)
 
     def _run(
         self, end: Offsets, source: TopicSettings, skips: Collection[Skip], texts_of: Callable[[DataFrame], pa.Table]
@@ -162,7 +162,7 @@ class Replay:
             rows = result(self.spark, source, without(raw, skips))
             query = (
                 rows.writeStream.outputMode("append")
-                .foreachBatch(lambda found, _: ran.told.append(texts_of(found)))
+                .foreachBatch(lambda found, _: ran.tables.append(texts_of(found)))
                 .option("checkpointLocation", checkpoint.url)
                 .trigger(availableNow=True)
                 .start()
@@ -173,13 +173,13 @@ class Replay:
                     moment = round(datetime.fromisoformat(latest).timestamp() * 1000)
                     ran.latest = moment if ran.latest is None else max(ran.latest, moment)
         except PySparkException as e:
-            raise failure_of(str(e)) from e
+            raise spark_failure(str(e)) from e
         finally:
             checkpoint.remove()
         return ran
 
     def ranges(self, topics: Topics, end: Offsets) -> list[MessageRange]:
-        """The messages of each partition that have been read, as a plain consumer gets them."""
+        """Return the messages of each partition that have been read, as a plain consumer receives them."""
         found: list[MessageRange] = []
         for topic in topics.described(end.keys()):
             first = self.first.get(topic.name, {})
@@ -195,9 +195,9 @@ class Replay:
 
 @dataclass
 class _Ran:
-    """What a stream has told, and the latest time that it has seen, in milliseconds since 1970."""
+    """The results of a stream, and the latest time in its messages, in milliseconds since 1970."""
 
-    told: list[pa.Table] = field(default_factory=list)
+    tables: list[pa.Table] = field(default_factory=list)
     latest: int | None = None
 
 
@@ -207,9 +207,9 @@ def _texts(rows: DataFrame, table: Table, keyed: bool) -> pa.Table:
 
 
 def summed(hashes: pa.Table, keyed: bool, buckets: int) -> Mapping[int, Sequence[int]]:
-    """Add up what :class:`.TopicHashes` has made, in the order of the rows.
+    """Add up the hashes of :class:`.TopicHashes`, in the order of the rows.
 
-    :param keyed: of each key the last row.
+    :param keyed: use only the last row of each key.
     """
     last = last_of_each(hashes, ["key"]) if keyed else hashes
     sums: dict[int, list[int]] = {}
@@ -220,7 +220,7 @@ def summed(hashes: pa.Table, keyed: bool, buckets: int) -> Mapping[int, Sequence
 
 def _at_last(texts: pa.Table, table: Table, keyed: bool) -> list[pa.RecordBatch]:
     if keyed:
-        # Spark has put the partitions one after the other, as the stage of a unit does.
+        # Spark returns the partitions in order, as in the staging of a unit.
         last = last_texts(texts, table)
         texts = last.filter(pc.fill_null(pc.not_equal(last[RESULT_OP], "d"), True))
     columns = [column.name for column in table.columns]

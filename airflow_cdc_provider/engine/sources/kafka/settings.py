@@ -1,4 +1,4 @@
-"""The ``source`` section of a pipeline file for topics of Kafka."""
+"""The ``source`` section of a pipeline file for Kafka topics."""
 
 from __future__ import annotations
 
@@ -23,37 +23,55 @@ from airflow_cdc_provider.engine.kafka.addresses import (
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 
 PACKAGE = "org.apache.spark:spark-sql-kafka-0-10_2.13:4.2.0"
-"""Kafka for the Spark that the engine needs, as Maven Central has it."""
+"""Maven coordinates of Spark's Kafka source, for the Spark version that the engine needs."""
 
 Lenient: TypeAlias = Literal["trailing", "encoding", "decimals", "floats", "times"]
-"""What may be changed: text behind the object is left out, what is no UTF-8 becomes U+FFFD or ``?``, numbers are
-rounded to what their column holds, times are cut to microseconds and dates."""
+"""Permitted changes of values: text after the object is dropped, invalid UTF-8 becomes U+FFFD or ``?``, numbers are
+rounded to their column, and times are truncated to microseconds or dates.
+"""
 Unit: TypeAlias = Literal["days", "seconds", "milliseconds", "microseconds"]
-"""What a number for a date or time counts, since 1970."""
+"""The unit of a number for a date or time, counted from 1970."""
 
 UNAVAILABLE = "__debezium_unavailable_value"
-"""What Debezium writes by default in place of a value that an update has left alone."""
+"""The text that Debezium writes by default for a value that an update has not changed."""
 
 VIEW = "messages"
-"""What the query names the decoded messages."""
+"""The name of the decoded messages in the query."""
 
-Format: TypeAlias = Literal["json", "avro", "debezium", "text", "bytes"]
-Output: TypeAlias = Literal["update", "append"]
+TopicFormat: TypeAlias = Literal["json", "avro", "debezium", "text", "bytes"]
+OutputMode: TypeAlias = Literal["update", "append"]
 Starting: TypeAlias = Literal["earliest", "latest"]
 Late: TypeAlias = Literal["drop", "count"]
 Offsets: TypeAlias = Mapping[str, Mapping[str, int]]
 """The next offset to read, by topic and partition; JSON values."""
 
 _WHOLE = {"text": "value STRING NOT NULL", "bytes": "value BINARY NOT NULL"}
-"""The columns of the view where values are taken as a whole."""
+"""The columns of the view for values that are taken as a whole."""
 
 _STATE_STORE = "spark.sql.streaming.stateStore"
+
+SPARK_CONF: Mapping[str, str] = {
+    "spark.jars.packages": PACKAGE,
+    f"{_STATE_STORE}.providerClass": "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider",
+    f"{_STATE_STORE}.rocksdb.changelogCheckpointing.enabled": "true",
+    # Each attempt of a batch writes files with unique names, so that an overtaken driver cannot damage the state.
+    f"{_STATE_STORE}.checkpointFormatVersion": "2",
+    # Also covers options, which appear in plans and may contain a login.
+    "spark.redaction.regex": "(?i)secret|password|token|access[.]?key|jaas|[.]pem|keystore[.]key",
+    # This number of state stores commits in each batch, however small the batch is.
+    "spark.sql.shuffle.partitions": "4",
+    # Bytes of byte code, above which Java never compiles a method. The generated method for a stage that checks the
+    # values of eight columns is longer; interpreted, it took a third of a batch.
+    "spark.sql.codegen.hugeMethodLimit": "8000",
+}
+"""The Spark configuration that queries over topics need."""
+
 _RESERVED = (
     *("bootstrap.servers", "isolation.level", "group.id", "auto.offset.reset", "enable.auto.commit"),
     *("enable.auto.offset.store", "enable.partition.eof", "allow.auto.create.topics"),
     *("key.deserializer", "value.deserializer", "key.serializer", "value.serializer", "interceptor.classes"),
 )
-"""Properties that the engine, or Spark, sets."""
+"""Properties that the engine or Spark sets."""
 _LABEL = re.compile(r"[^.]+\.[^.]+")
 _INTERNAL = "__"
 _TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
@@ -63,29 +81,29 @@ _TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
 class TopicSettings:
     """Topics whose messages are read, and the query that makes rows of them.
 
-    :param brokers: ``host:port``, several with commas.
-    :param properties: of the client, as librdkafka names them.
-    :param topics: their names; empty with a ``pattern``.
-    :param pattern: a regular expression that whole names match, for Python and Java alike; empty with ``topics``.
-    :param starting: where topics are read from that nothing is recorded of.
-    :param format: of the messages' values; ``text`` and ``bytes`` take them as a whole.
-    :param registry: the schema registry's URL, where values are in Avro; empty where they are in JSON.
-    :param registry_properties: of its client.
-    :param columns: of the values, as Spark writes a schema; those that say ``NOT NULL`` have to be there.
-    :param table: the name of the result, as ``schema.table``: what a source table is to other pipelines.
-    :param key: columns of the result by which its rows are told apart.
+    :param brokers: ``host:port``, separated by commas.
+    :param properties: properties of the client, under librdkafka's names.
+    :param topics: names of topics; empty with a ``pattern``.
+    :param pattern: a regular expression that whole names match, in Python and Java; empty with ``topics``.
+    :param starting: where to begin in topics without a recorded offset.
+    :param format: format of the messages' values; ``text`` and ``bytes`` take them as a whole.
+    :param registry: URL of the schema registry for values in Avro; empty for values in JSON.
+    :param registry_properties: properties of the registry's client.
+    :param columns: columns of the values, as a Spark schema; columns with ``NOT NULL`` are required.
+    :param table: the name of the result, as ``schema.table``; it corresponds to the source table of other pipelines.
+    :param key: columns of the result that identify its rows.
     :param sql: a query over :data:`VIEW`; empty for all columns.
-    :param watermark: the column of the values that says when something happened, and the seconds that it may come late;
-        without a column there is none.
-    :param late: whether rows that come later than that are only left out, or counted, too.
-    :param output: whether windows are told whenever they change, or once, when they are closed; empty for what fits the
-        sinks.
-    :param dead_letters: the topic for messages that cannot be read; empty where they stop the pipeline.
-    :param max_batch_messages: that a unit is made of, at most.
-    :param checkpoint: URL of Spark's checkpoint; empty for its place in the state.
-    :param unavailable: what Debezium writes in place of a value that an update has left alone.
-    :param units: of numbers that stand for a date or time, by column.
-    :param lenient: what of a message may be changed, instead of making it one that cannot be read.
+    :param watermark: the column of the values with the event time, and the seconds that an event may be late; an empty
+        column means no watermark.
+    :param late: whether later rows are only dropped, or also counted.
+    :param output: whether windows are written at every change, or once when they are closed; empty for the default of
+        the sinks' mode.
+    :param dead_letters: the topic for messages that cannot be read; empty if they stop the pipeline.
+    :param max_batch_messages: maximum number of messages of a unit.
+    :param checkpoint: URL of Spark's checkpoint; empty for a directory in the state directory.
+    :param unavailable: the text that Debezium writes for a value that an update has not changed.
+    :param units: by column, the unit of numbers for dates or times.
+    :param lenient: permitted changes of values; without them, such messages count as unreadable.
     """
 
     brokers: str
@@ -93,14 +111,14 @@ class TopicSettings:
     topics: tuple[str, ...]
     pattern: str
     starting: Starting
-    format: Format
+    format: TopicFormat
     columns: str
     table: str
     key: tuple[str, ...]
     sql: str
     watermark: tuple[str, float]
     late: Late
-    output: Output | Literal[""]
+    output: OutputMode | Literal[""]
     dead_letters: str
     max_batch_messages: int
     checkpoint: str
@@ -113,7 +131,7 @@ class TopicSettings:
 
     @classmethod
     def parse(cls, section: Section, pipeline: str) -> Self:
-        """Take the section's keys, but for ``type``, which has been taken.
+        """Parse the section's keys except ``type``, which has been parsed already.
 
         :raises ConfigError: naming the key's path, the value and what would be right.
         """
@@ -123,11 +141,11 @@ class TopicSettings:
         topics, pattern = section.take("topics", _topics, nothing), section.take("pattern", _pattern, "")
         if bool(topics) == bool(pattern):
             raise ConfigError(
-                "source takes either topics, a list of names, or pattern, a regular expression",
-                "Give one of source.topics and source.pattern.",
+                "source needs either topics, a list of names, or pattern, a regular expression",
+                "Set one of source.topics and source.pattern.",
             )
-        whole = cast(Format | Literal[""], section.take("value", one_of(*_WHOLE), ""))
-        format_ = whole or cast(Format, section.take("format", one_of("json", "avro", "debezium"), "json"))
+        whole = cast(TopicFormat | Literal[""], section.take("value", one_of(*_WHOLE), ""))
+        format_ = whole or cast(TopicFormat, section.take("format", one_of("json", "avro", "debezium"), "json"))
         debezium = format_ == "debezium"
         registry = ""
         if format_ in ("avro", "debezium"):
@@ -147,7 +165,7 @@ class TopicSettings:
             sql=section.take("sql", as_text, ""),
             watermark=section.take("watermark", lambda value: _watermark(section, value), ("", 0.0)),
             late=cast(Late, section.take("late", one_of("drop", "count"), "drop")),
-            output=cast(Output, section.take("output", one_of("update", "append"), "")),
+            output=cast(OutputMode, section.take("output", one_of("update", "append"), "")),
             dead_letters=dead_letters,
             lenient=lenient,
             unavailable=section.take("unavailable_value", as_text, UNAVAILABLE) if debezium else UNAVAILABLE,
@@ -159,86 +177,73 @@ class TopicSettings:
         )
         if found.dead_letters and found.reads(found.dead_letters):
             raise ConfigError(
-                f"source.bad_records: {found.dead_letters} is one of the topics that are read", "Name one that is not."
+                f"source.bad_records: {found.dead_letters} is one of the topics that are read", "Name another topic."
             )
         return found
 
     def reads(self, topic: str) -> bool:
-        """Whether it reads a topic of some name; by a pattern none of Kafka's own, as Kafka's consumer has it."""
+        """Return whether a topic is read; a pattern never matches Kafka's internal topics, as in Kafka's consumer."""
         if not self.pattern:
             return topic in self.topics
         return topic[:2] != _INTERNAL and re.fullmatch(self.pattern, topic) is not None
 
     @property
     def topic_options(self) -> Mapping[str, str]:
-        """Options by which Spark knows the same topics; it looks for its pattern anywhere in a name."""
+        """Return Spark's options for the same topics; Spark searches for its pattern anywhere in a name."""
         if not self.pattern:
             return {"subscribe": ",".join(self.topics)}
         return {"subscribePattern": f"^(?!{_INTERNAL})(?:{self.pattern})$"}
 
     @property
     def place(self) -> str:
-        """The topics, for messages."""
+        """Return the topics, for messages."""
         return f"{self.pattern or ', '.join(self.topics)} at {self.brokers}"
 
     @property
     def secrets(self) -> Sequence[str]:
-        """Texts that no log may show."""
+        """Return texts that must not appear in logs."""
         return secrets_of((*self.properties, *self.registry_properties))
 
     @property
     def captured(self) -> tuple[str, ...]:
-        """See :attr:`.SourceSettings.captured`: topics, or the pattern of their names."""
+        """Return the topics, or the pattern of their names."""
         return self.topics or (self.pattern,)
 
     @property
     def columns_key(self) -> str:
-        """See :attr:`.SourceSettings.columns_key`."""
+        """Return the key that selects columns."""
         return "source.sql"
 
     @property
     def database(self) -> str | None:
-        """See :attr:`.SourceSettings.database`: none."""
+        """Return ``None``, as there is no database."""
         return None
 
     def datasets(self, identity: Mapping[str, Any], table: Table) -> list[tuple[str, str]]:
-        """See :meth:`.SourceSettings.datasets`: the topics that have been read."""
+        """Return the topics that have been read, as datasets."""
         server = f"kafka://{self.brokers.partition(',')[0]}"
         return [(server, topic) for topic in sorted(noted_by("kafka", identity)["topics"])]
 
     @property
     def schema_and_name(self) -> tuple[str, str]:
-        """The two parts of :attr:`table`."""
+        """Return the two parts of :attr:`table`."""
         schema, _, name = self.table.partition(".")
         return schema, name
 
     @property
     def spark_conf(self) -> Mapping[str, str]:
-        """What the query needs of Spark's configuration; the pipeline file's own settings win."""
-        return {
-            "spark.jars.packages": PACKAGE,
-            f"{_STATE_STORE}.providerClass": "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider",
-            f"{_STATE_STORE}.rocksdb.changelogCheckpointing.enabled": "true",
-            # The files of a batch have names of their own, so that a driver that was overtaken spoils none.
-            f"{_STATE_STORE}.checkpointFormatVersion": "2",
-            # Of options, too, which plans show: a login is one.
-            "spark.redaction.regex": "(?i)secret|password|token|access[.]?key|jaas|[.]pem|keystore[.]key",
-            # So many state stores commit in each batch, however little is in it.
-            "spark.sql.shuffle.partitions": "4",
-            # In bytes of byte code, beyond which Java never compiles a method: those for a whole stage that checks the
-            # values of eight columns are longer, and took a third of a batch as they were interpreted.
-            "spark.sql.codegen.hugeMethodLimit": "8000",
-        }
+        """Return the Spark configuration that the query needs; settings in the pipeline file take precedence."""
+        return SPARK_CONF
 
     @property
     def client_options(self) -> Mapping[str, str]:
-        """Options by which Spark reaches the cluster."""
+        """Return Spark's options to connect to the cluster."""
         properties = {"bootstrap.servers": self.brokers, **java_properties(self.properties)}
         return {f"kafka.{name}": value for name, value in properties.items()}
 
     @property
     def meaning(self) -> dict[str, Any]:
-        """What of the section decides about rows and state, as JSON values for the record."""
+        """Return the keys of the section that determine rows and state, as JSON values for the record."""
         names = ("format", "columns", "table", "key", "sql", "watermark", "output")
         values = {name: getattr(self, name) for name in names}
         epochs = {"epochs": dict(self.units)} if self.units else {}
@@ -247,7 +252,7 @@ class TopicSettings:
 
 def _topics(value: object) -> tuple[str, ...]:
     if not isinstance(value, list) or not value or not all(_TOPIC.fullmatch(str(each)) for each in value):
-        raise ValueError("a list of names of topics")
+        raise ValueError("a list of topic names")
     return tuple(map(str, value))
 
 
@@ -281,7 +286,7 @@ def _watermark(section: Section, value: object) -> tuple[str, float]:
 
 
 def _bad_records(section: Section, value: object) -> tuple[str, frozenset[Lenient]]:
-    """The topic for messages that cannot be read, and what of others may be changed."""
+    """Return the topic for messages that cannot be read, and the permitted changes of values."""
     if value == "stop":
         return "", frozenset()
     if not isinstance(value, dict):
@@ -303,7 +308,7 @@ def _lenient(value: object) -> frozenset[Lenient]:
 def _units(value: object) -> tuple[tuple[str, Unit], ...]:
     known = get_args(Unit)
     if not isinstance(value, dict) or not all(each in known for each in value.values()):
-        raise ValueError(f"columns, each with one of {', '.join(known)}")
+        raise ValueError(f"a mapping of columns to one of {', '.join(known)}")
     return tuple((str(name), unit) for name, unit in value.items())
 
 
@@ -322,13 +327,13 @@ def _url(value: object) -> str:
 
 
 def topic_settings(pipeline: Pipeline) -> TopicSettings:
-    """Return the source of a pipeline over topics.
+    """Return the source settings of a pipeline over topics.
 
-    :raises ConfigError: when the pipeline reads something else.
+    :raises ConfigError: when the pipeline has a source of another type.
     """
     if not isinstance(pipeline.source, TopicSettings):
         raise ConfigError(
-            f"pipeline {pipeline.name!r} reads from {pipeline.source.type}, and no topics",
-            "Use what asks for topics with pipelines whose source.type is kafka.",
+            f"pipeline {pipeline.name!r} reads from {pipeline.source.type}, not from topics",
+            "Use this only with pipelines whose source.type is kafka.",
         )
     return pipeline.source

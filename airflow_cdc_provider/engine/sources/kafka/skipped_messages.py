@@ -1,9 +1,9 @@
-"""Messages that a pipeline passes over: of which one would stop it for good, named in the commit record.
+"""Messages that a pipeline skips because they would stop it permanently; they are named in the commit record.
 
-A query that fails on a message, or a sink that refuses what becomes of it, would fail again with each attempt. So the
-message is left out before the query, by a filter that keeps no state and that a checkpoint of the query knows nothing
-of. It is noted in the record of each sink before the query goes on without it: whoever begins again, or compares, then
-leaves out the same.
+If a query fails on a message, or a sink refuses its row, every further attempt would fail again. So the message is
+removed before the query, by a filter that keeps no state and is not part of a checkpoint. The skip is noted in the
+record of each sink before the query goes on without the message. Later runs and comparisons then skip the same
+messages.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
 NOTED = "skipped"
-"""The key of a record's ``identity`` that they stand under."""
+"""The key of skipped messages in a record's ``identity``."""
 
 
 @dataclass(frozen=True, order=True)
 class Skip:
-    """Messages of a partition that are passed over.
+    """Skipped messages of a partition.
 
     :param first, last: their offsets, both included.
-    :param cause: why, for people.
+    :param cause: the reason, for people.
     """
 
     topic: str
@@ -39,37 +39,37 @@ class Skip:
 
     @property
     def place(self) -> str:
-        """Where they are, for messages."""
+        """Return the location of the messages, for texts."""
         return f"{self.topic}[{self.partition}] {self.first}{f'-{self.last}' if self.last > self.first else ''}"
 
     def within(self, start: Offsets, end: Offsets) -> bool:
-        """Return whether some of them stand between offsets."""
+        """Return whether some of the messages are between offsets."""
         p = str(self.partition)
         begin = start.get(self.topic, {}).get(p, 0)
         return self.last >= begin and self.first < end.get(self.topic, {}).get(p, 0)
 
     def as_dict(self) -> dict[str, Any]:
-        """The messages as JSON values."""
+        """Return the messages as JSON values."""
         return asdict(self)
 
 
 def skips_of(identity: Mapping[str, Any]) -> tuple[Skip, ...]:
-    """Read what a commit record says."""
+    """Return the skipped messages in a commit record's ``identity``."""
     return tuple(Skip(**each) for each in identity.get(NOTED, ()))
 
 
 def noted(skips: Iterable[Skip]) -> dict[str, Any]:
-    """Return what becomes of a record's ``identity``."""
+    """Return the entry for skipped messages in a record's ``identity``."""
     return {NOTED: [each.as_dict() for each in sorted(skips)]}
 
 
 def without(raw: DataFrame, skips: Collection[Skip]) -> DataFrame:
-    """Leave messages out of what is read of topics."""
+    """Remove skipped messages from those read."""
     return raw.filter(~_among(skips)) if skips else raw
 
 
 def only(raw: DataFrame, skips: Collection[Skip]) -> DataFrame:
-    """Leave out all other messages, and add to each why it is passed over, as ``cause``."""
+    """Keep only skipped messages, and add the reason of each as ``cause``."""
     from pyspark.sql import functions as f
 
     causes = f.coalesce(*(f.when(_among([each]), f.lit(each.cause)) for each in skips))
@@ -77,7 +77,9 @@ def only(raw: DataFrame, skips: Collection[Skip]) -> DataFrame:
 
 
 def _among(skips: Iterable[Skip]) -> Column:
-    """Return the condition for them: single messages in a list, as Spark fails on a chain of thousands of ``or``."""
+    """Return the condition for the messages; single ones are in a list, because Spark fails on chains of thousands of
+    ``or``.
+    """
     from pyspark.sql import functions as f
 
     of_partition: dict[tuple[str, int], list[Skip]] = {}

@@ -1,4 +1,4 @@
-"""A pipeline's source in topics of Kafka: where each question of the contract is answered."""
+"""The Kafka source of a pipeline: implements the source contract."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from airflow_cdc_provider.engine.sources.contract import (
     Reached,
     SourceStatus,
     TellTable,
-    trouble_of,
+    blocking_error,
 )
 from airflow_cdc_provider.engine.sources.kafka import provisioning
 from airflow_cdc_provider.engine.sources.kafka.checkpoint import Checkpoint
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 
 class KafkaSource(ReadOnlySource):
-    """See :class:`.sources.contract.Source`."""
+    """A source that reads Kafka topics, see :class:`.sources.contract.Source`."""
 
-    reads = "topics of Kafka"
+    reads = "Kafka topics"
 
     def __init__(self, pipeline: Pipeline) -> None:
         super().__init__(pipeline)
@@ -46,7 +46,7 @@ class KafkaSource(ReadOnlySource):
 
     @contextmanager
     def checking(self, checks: Checks) -> Iterator[CheckedSource]:
-        """See :meth:`.Source.checking`; what the query returns is checked with Spark."""
+        """Check the source without Spark; the result of the query is checked with Spark."""
         cluster = check(checks, self.pipeline)
         if cluster is None:
             yield CheckedSource()
@@ -55,17 +55,17 @@ class KafkaSource(ReadOnlySource):
 
     @property
     def checks_with_spark(self) -> bool:
-        """See :attr:`.Source.checks_with_spark`."""
+        """Return true: the query is checked with Spark."""
         return True
 
     def check_with_spark(self, spark: SparkSession) -> list[Finding]:
-        """See :meth:`.Source.check_with_spark`: what the query returns, and whether sinks can have a table of it."""
+        """Check the result of the query, and whether the sinks can have a table for it."""
         return provisioning.check_query(self.pipeline, spark)
 
     def require_spark(self, spark: SparkSession) -> None:
-        """See :meth:`.Source.require_spark`.
+        """Require the query for which the target was created.
 
-        :raises ConfigError: when the query is not the one that the target was made for.
+        :raises ConfigError: when the query is a different one.
         """
         from airflow_cdc_provider.engine.sources.kafka.stream_job import require_query
 
@@ -73,7 +73,7 @@ class KafkaSource(ReadOnlySource):
             require_query(spark, self.pipeline, existing_record(branch))
 
     def require_continuation(self, records: Sequence[Record]) -> str:
-        """See :meth:`.Source.require_continuation`."""
+        """Check that the topics can continue what the sinks have."""
         for record in records:
             pass_gate(Topics(self.settings), RecordedTopics.of(record))
         return "The source can continue what the sinks have." if records else "Nothing has been provisioned yet."
@@ -81,35 +81,35 @@ class KafkaSource(ReadOnlySource):
     # -- commands -----------------------------------------------------------------------------------
 
     def provision(self, takeover: bool) -> tuple[Record, Mapping[str, Any]]:
-        """See :meth:`.Source.provision`; at the source nothing is made."""
+        """Create or verify target tables and records; nothing is created at the source."""
         return provisioning.provision(self.pipeline, takeover), {}
 
     def follower(self, record: Record, ending: Ending) -> tuple[Follow, Reached]:
-        """See :meth:`.Source.follower`."""
+        """Return the stream job, and a function that tells whether its end is reached."""
         from airflow_cdc_provider.engine.sources.kafka.stream_job import follower
 
         return follower(self.pipeline, ending.lsn, ending.caught_up)
 
     def status(self, record: Record | None, records: Sequence[Record], judge: bool) -> SourceStatus:
-        """See :meth:`.Source.status`: offsets, messages that are passed over, and how many have not been read."""
+        """Return offsets, skipped messages, and the number of unread messages."""
         read = {"offsets": {}, "skipped": []} if record is None else RecordedTopics.of(record).shown()
         facts = {**read, **lag_of(self.pipeline, record)}
         return SourceStatus(
-            facts=facts, trouble=trouble_of(lambda: self.require_continuation(records)) if judge else None
+            facts=facts, trouble=blocking_error(lambda: self.require_continuation(records)) if judge else None
         )
 
     def verify(self, live: bool, tell: TellTable) -> dict[str, Any]:
-        """See :meth:`.Source.verify`: the query over all messages that have been read is compared."""
+        """Compare the sinks with the query over all messages that have been read."""
         from airflow_cdc_provider.engine.sources.kafka.verify import verify
 
         return verify(self.pipeline, live, tell)
 
     def skip(self, topic: str, partition: int, offsets: Iterable[tuple[int, int]], takeover: bool) -> Mapping[str, Any]:
-        """See :meth:`.Source.skip`."""
-        skips = [Skip(topic, partition, first, last, "passed over by hand") for first, last in offsets]
+        """Record that messages are to be skipped from now on."""
+        skips = [Skip(topic, partition, first, last, "skipped by hand") for first, last in offsets]
         record = provisioning.skip(self.pipeline, skips, takeover)
         return {"epoch": record.epoch, "skipped": RecordedTopics.of(record).shown()["skipped"]}
 
     def forget(self) -> None:
-        """See :meth:`.ReadOnlySource.forget`: Spark's checkpoint."""
+        """Remove Spark's checkpoint."""
         Checkpoint.of(self.pipeline).remove()

@@ -1,8 +1,8 @@
-"""The work of a staging task: rows that the query returns in, effects in the sink's staging and pickled messages out.
+"""The work of a staging task: stages rows of the query as effects in the sink, and returns pickled messages.
 
-It runs on executors, as do the texts for a comparison. A task has the rows of a partition in their order, so that of
-those with the same key the last one stays; the pieces of a unit are applied in the order of Spark's partitions, in
-which those of Kafka are read.
+It runs on executors, like the creation of texts for a comparison. A task has the rows of a partition in order, so that
+the last row of each key remains. The pieces of a unit are applied in the order of Spark's partitions, which is the
+order of Kafka's partitions.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ from airflow_cdc_provider.engine.sources.kafka.unchanged_values import Away, mas
 from airflow_cdc_provider.engine.spark.worker_memory import spare_modules
 
 LEFT_OUT = "_unchanged"
-"""The column of the result that names its columns whose value is left out, see :data:`.unchanged_values.UNCHANGED`."""
+"""The column of the result that names columns with an omitted value, see :data:`.unchanged_values.UNCHANGED`."""
 
 RESULT_OP = "_op"
-"""The column of the result that says what has been done to a row, see :data:`.message_view.OP`."""
+"""The column of the result that contains the operation on a row, see :data:`.message_view.OP`."""
 
 UNSENT = "\ue000a value that was not sent\ue000"
-"""Stands in texts for a value that a message leaves out, where no other one tells it."""
+"""Represents in texts a value that a message omits, if no other message contains it."""
 
 HASHES = "key string, hash bigint, first bigint, second bigint"
 """The columns that :class:`TopicHashes` makes."""
 
-_DATA = "22"  # SQLSTATE's class of errors of data, such as a zero byte in a text
-SEGMENT_BITS, SEGMENTS = 50, 8000  # of a row's number, those below its unit's segment; and how many there may be
-_ROWS = 100_000  # staged at a time
-_PARTITION_BITS = 34  # of a row's number in its unit, those below the number of its task
+_DATA = "22"  # SQLSTATE's error class for data, such as a zero byte in a text
+SEGMENT_BITS, SEGMENTS = 50, 8000  # bits of a row's number below its unit's segment; and the maximum number of segments
+_ROWS = 100_000  # rows staged at a time
+_PARTITION_BITS = 34  # bits of a row's number in its unit below the number of its task
 
 
 @dataclass(frozen=True)
-class TopicStage:
+class TopicStagingTask:
     """The work of a staging task, as a function that Spark ships.
 
     :param batch: a name that no other attempt of the unit has.
-    :param unit: its number.
-    :param segment: of the unit, between two truncates.
+    :param unit: number of the unit.
+    :param segment: number of the unit's segment, between two truncates.
     """
 
     sink: Sink
@@ -100,7 +100,7 @@ class TopicStage:
         return StagedPiece("", "", index, count, b"", tuple(staged), frozenset(), LOG_START, {}, changes)
 
     def _effect(self, rows: pa.Table, first: int) -> Effect:
-        """What rows do to the table.
+        """Return the effect of rows on the table.
 
         :param first: number of the first row in the unit.
         """
@@ -116,9 +116,9 @@ class TopicStage:
         for column, texts in zip(self.table.columns, columns, strict=True):
             if column.name in self.table.key and texts.null_count:
                 raise ValueRefused(
-                    f"the query of {self.table.label} returns a row without {column.name}, which is of its key",
+                    f"the query of {self.table.label} returns a row without {column.name}, which is part of the key",
                     "Nothing of the batch was applied. Declare the column NOT NULL in source.columns, so that such"
-                    " messages are bad records, or leave its rows out in source.sql.",
+                    " messages are bad records, or filter out such rows in source.sql.",
                 )
 
     def _mirror(self, columns: list[pa.Array], letters: pa.Array | None, away: Away, count: int) -> pa.Table:
@@ -151,8 +151,7 @@ class TopicStage:
 class TopicTexts:
     """Makes texts of the query's rows for a comparison.
 
-    :param keyed: of the rows of a task with the same key the last one stays. Otherwise values that messages leave out
-        are NULL, as in a changelog.
+    :param keyed: keep only the last row of each key in a task. Otherwise omitted values are NULL, as in a changelog.
     """
 
     table: Table
@@ -161,20 +160,21 @@ class TopicTexts:
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for rows in _portions(batches):
             columns = [to_texts(rows[place].combine_chunks()) for place in places_of(self.table)]
-            told = rows[RESULT_OP] if RESULT_OP in rows.column_names else pa.nulls(rows.num_rows, pa.string())
+            ops = rows[RESULT_OP] if RESULT_OP in rows.column_names else pa.nulls(rows.num_rows, pa.string())
             away = left_out(rows, self.table) if self.keyed else {}
             columns = [unsent(column, away.get(i)) for i, column in enumerate(columns)]
-            made = pa.table({f"c{i}": column for i, column in enumerate(columns)} | {RESULT_OP: told})
+            made = pa.table({f"c{i}": column for i, column in enumerate(columns)} | {RESULT_OP: ops})
             kept = last_texts(made, self.table) if self.keyed else made
             yield from kept.cast(pa.schema([(name, pa.string()) for name in kept.column_names])).to_batches()
 
 
 @dataclass(frozen=True)
 class TopicHashes:
-    """Makes hashes of the query's rows for a comparison, far less than their texts, where messages tell whole rows.
+    """Makes hashes of the query's rows for a comparison; they are much smaller than texts, but require complete rows.
 
-    Rows are of :data:`HASHES`: the key's text if the table has a key, of which a portion's last row stays, that text's
-    first hash, otherwise that of the whole row, and the two hashes of the row. See :mod:`.hash_sums`.
+    Rows have the columns of :data:`HASHES`. If the table has a key, these are the key's text, its first hash, and the
+    two hashes of the row; only the last row of each key in a portion is kept. Otherwise the first hash is that of the
+    whole row. See :mod:`.hash_sums`.
     """
 
     table: Table
@@ -196,7 +196,7 @@ class TopicHashes:
 
 
 def last_texts(rows: pa.Table, table: Table) -> pa.Table:
-    """Return of texts with the same key the last ones, with what those before them tell of values that they leave out.
+    """Return the last texts of each key, with omitted values filled from earlier texts of the key.
 
     :param rows: with :data:`UNSENT` for such values, as in the result, and :data:`RESULT_OP`.
     """
@@ -211,12 +211,12 @@ def last_texts(rows: pa.Table, table: Table) -> pa.Table:
 
 
 def unsent(column: pa.Array, mask: NDArray[np.bool_] | None) -> pa.Array:
-    """Return a column of texts with :data:`UNSENT` where told."""
+    """Return a column of texts with :data:`UNSENT` where the mask is set."""
     return column if mask is None else pc.if_else(pa.array(mask), pa.scalar(UNSENT, column.type), column)
 
 
 def left_out(rows: pa.Table, table: Table) -> Away:
-    """Return where values are left out, see :func:`.unchanged_values.masks`."""
+    """Return where values are omitted, see :func:`.unchanged_values.masks`."""
     if LEFT_OUT not in rows.column_names:
         return {}
     return masks(rows[LEFT_OUT].combine_chunks(), [column.name for column in table.columns])
@@ -228,7 +228,7 @@ def _are_unsent(column: pa.Array) -> NDArray[np.bool_]:
 
 
 def _missing(net: pa.Table) -> Away:
-    """Return by place in which rows a value is missing, of rows as an :class:`.effects.Effect` has them."""
+    """Return by column number the rows with a missing value, of rows as in :class:`.effects.Effect`."""
     if MISSING not in net.column_names:
         return {}
     listed = [array_elements(text) if text else [] for text in net[MISSING].to_pylist()]
@@ -236,7 +236,9 @@ def _missing(net: pa.Table) -> Away:
 
 
 def by_place(rows: DataFrame, table: Table) -> DataFrame:
-    """Name the columns of a result by their places in the table: Spark would take a dot in a name for a field."""
+    """Name the columns of a result by their numbers in the table, because Spark would read a dot in a name as field
+    access.
+    """
     places = {column.name: place for column, place in zip(table.columns, places_of(table), strict=True)}
     return rows.toDF(*(places.get(name, name) for name in rows.columns))
 
@@ -247,20 +249,20 @@ def places_of(table: Table) -> list[str]:
 
 
 def key_of(table: Table) -> list[str]:
-    """The key's columns in its order, by their places."""
+    """Return the key's columns in key order, under the names of :func:`by_place`."""
     names = [column.name for column in table.columns]
     return [f"c{names.index(name)}" for name in table.key]
 
 
 def last_of_each(rows: pa.Table, key: list[str]) -> pa.Table:
-    """Of rows with the same key the last one, in the order in which they stand."""
+    """Return the last of the rows with the same key, in the given order."""
     numbered = rows.select(key).append_column("row", pa.array(np.arange(rows.num_rows)))
     last = numbered.group_by(key).aggregate([("row", "max")])["row_max"].to_numpy()
     return rows if len(last) == rows.num_rows else rows.take(pa.array(np.sort(last)))
 
 
 def _portions(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
-    """Batches put together to as many rows as are staged at a time; dictionaries and short offsets are left behind."""
+    """Yield batches combined into as many rows as are staged at a time, without dictionaries and 32-bit offsets."""
     held: list[pa.RecordBatch] = []
     rows = 0
     for batch in batches:

@@ -1,7 +1,7 @@
-"""The job of a pipeline over topics: Spark's query, and what watches it until it has done what was asked for.
+"""The stream job of a pipeline over topics: runs Spark's query until the requested end.
 
-Other than the stream of a database's log, it goes on with Spark's checkpoint, in which the state of windows is. What it
-goes on from is said by the commit record all the same: see :mod:`.position`.
+Unlike the stream of a database's log, it continues with Spark's checkpoint, which contains the state of windows. But
+the commit record determines the position, see :mod:`.position`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.commit_records import existing_record
-from airflow_cdc_provider.engine.runs.foreach_batch import Batches
+from airflow_cdc_provider.engine.runs.foreach_batch import ForeachBatch
 from airflow_cdc_provider.engine.runs.progress import StreamProgress
 from airflow_cdc_provider.engine.runs.run import Run
 from airflow_cdc_provider.engine.sources.kafka import message_view
@@ -32,16 +32,16 @@ from airflow_cdc_provider.engine.sources.kafka.position import (
     RecordedTopics,
     UnitNumber,
     behind_truncates,
-    foremost,
-    goes_on,
+    continues_checkpoint,
+    most_advanced,
 )
-from airflow_cdc_provider.engine.sources.kafka.query import Shape, keeps_last, output_of, result, shape_of
+from airflow_cdc_provider.engine.sources.kafka.query import QueryResult, keeps_last, output_of, query_result, result
 from airflow_cdc_provider.engine.sources.kafka.query_difference import table_difference
 from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, topic_settings
 from airflow_cdc_provider.engine.sources.kafka.skipped_messages import without
-from airflow_cdc_provider.engine.sources.kafka.spark_failures import failure_of, fitting
+from airflow_cdc_provider.engine.sources.kafka.spark_failures import spark_failure, with_topic_remedy
 from airflow_cdc_provider.engine.sources.kafka.topics import Topics, behind, reached, with_all
-from airflow_cdc_provider.engine.sources.kafka.unit_writer import TopicUnits, records_of
+from airflow_cdc_provider.engine.sources.kafka.unit_writer import TopicUnitWriter, records_of
 from airflow_cdc_provider.engine.spark.worker_memory import spare_modules
 
 log = logging.getLogger(__name__)
@@ -54,10 +54,10 @@ _OPEN_SECONDS = 15.0
 def follower(
     pipeline: Pipeline, unit: UnitNumber | None, catch_up: bool
 ) -> tuple[Callable[..., StreamProgress], Callable[[StreamProgress], bool]]:
-    """What reads topics until it has come as far as is asked, and what tells whether it has.
+    """Return a function that reads topics until the requested end, and one that tells whether the end is reached.
 
-    :param unit: to be reached.
-    :param catch_up: reach the ends that the topics have now.
+    :param unit: the unit to reach.
+    :param catch_up: stop at the current ends of the topics.
     """
     goal = Goal.now(Topics(topic_settings(pipeline))) if catch_up else None
 
@@ -75,10 +75,10 @@ def follower(
 
 @dataclass(frozen=True)
 class Goal:
-    """The ends that topics have when a job begins that is to catch up.
+    """The ends of topics when a catch-up job begins.
 
-    :param written: behind all messages, those of open transactions and what stands behind these included.
-    :param readable: before the first open transaction, if there is one.
+    :param written: the ends after all messages, including open transactions and the messages after them.
+    :param readable: the ends before the first open transaction, if there is one.
     """
 
     written: Offsets
@@ -86,13 +86,13 @@ class Goal:
 
     @classmethod
     def now(cls, topics: Topics) -> Goal:
-        """Look at the topics; not at what is written while that is done."""
+        """Return the current ends of the topics; messages written during the call may be missing."""
         named = topics.named()
         return cls(topics.written_ends(named), topics.ends(named))
 
 
 class TopicJob:
-    """Reads topics until told otherwise.
+    """Reads topics until the requested end.
 
     :param report: called after every batch and about once a second.
     """
@@ -107,20 +107,21 @@ class TopicJob:
         self._checkpoint = Checkpoint.of(run.pipeline)
         self._look_at_records()
         self._batches = self._new_batches()
-        self._brought: int | None = None  # the number of the last batch that Spark has handed over
+        self._brought: int | None = None  # number of the last batch that Spark has handed over
         self._late: dict[int, int] = {}
-        self._told = ""  # when what Spark has told last began
-        self._before = StreamProgress(self._slowest.applied)  # by queries that messages have been set aside of
+        self._last_progress = ""  # start time in Spark's last progress report
+        self._before = StreamProgress(self._slowest.applied)  # by earlier queries, before messages were set aside
         self._lag: int | None = None
-        self._held: tuple[Offsets, float] | None = None  # where an open transaction is waited for, and since when
+        self._held: tuple[Offsets, float] | None = None  # offsets before an awaited transaction, and since when
 
     def follow(self, target: UnitNumber | None, goal: Goal | None) -> StreamProgress:
-        """Bring in messages until unit ``target`` has been applied, or all before ``goal``; for ever with neither.
+        """Apply messages until unit ``target`` or all messages before ``goal``; forever if neither is given.
 
-        A transaction that a producer leaves open holds up all behind it. It is waited for a little, as the next one of
-        a busy producer soon ends; whoever called is not to hang on one that nobody ends.
+        A transaction that a producer leaves open holds up all messages behind it. The job waits a little for its end,
+        because a busy producer soon ends its transactions. It does not wait forever, so that the caller cannot hang on
+        an abandoned transaction.
 
-        :returns: what was done. Ends early when the run is asked to stop.
+        :returns: the progress. The job ends early when the run is asked to stop.
         :raises CdcError: when the query cannot go on.
         """
         while True:
@@ -149,8 +150,8 @@ class TopicJob:
         self._report(self._progress(query))
         return self._progress(query)
 
-    def _new_batches(self) -> Batches:
-        return Batches(self._run, self._batch, lambda number, text: failure_of(text), failure_of)
+    def _new_batches(self) -> ForeachBatch:
+        return ForeachBatch(self._run, self._batch, lambda number, text: spark_failure(text), spark_failure)
 
     def _look_at_records(self) -> None:
         records = records_of(self._run)
@@ -158,26 +159,26 @@ class TopicJob:
         self._positions = [RecordedTopics.of(record) for record in records]
 
     def _start(self) -> StreamingQuery:
-        # What was about to be noted in all sinks may be so in one only.
+        # Notes for all sinks may have reached only one of them.
         skips = tuple(sorted({skip for position in self._positions for skip in position.skipped}))
         slowest = RecordedTopics.of(self._slowest)
         truncates = max((p.truncates for p in self._positions if p.applied == slowest.applied), key=len)
         position = replace(slowest, skipped=skips, truncates=truncates)
         self._run.commit_record.sweep(self._run.epoch)
-        shape = require_query(self._spark, self._run.pipeline, self._slowest)
+        queried = require_query(self._spark, self._run.pipeline, self._slowest)
         ends = pass_gate(self._topics, position)
-        first = foremost(self._positions)
+        first = most_advanced(self._positions)
         base = first.base
-        if not goes_on(self._positions, self._checkpoint.find(first), self._checkpoint.url):
+        if not continues_checkpoint(self._positions, self._checkpoint.find(first), self._checkpoint.url):
             self._checkpoint.remove()
             base = position.applied
         self._checkpoint.prepare()
         missed = unknown_schemas(self._spark)
-        in_order = not shape.stateful and keeps_last(self._run.pipeline, shape.told)
-        self._units = TopicUnits(self._spark, self._run, position, base, self._checkpoint, missed, in_order)
+        in_order = not queried.stateful and keeps_last(self._run.pipeline, queried.has_ops)
+        self._units = TopicUnitWriter(self._spark, self._run, position, base, self._checkpoint, missed, in_order)
         self._lag = behind(position.offsets, ends)
         spare_modules()
-        # New partitions, and topics that a pattern matches by now, are read from their beginning.
+        # New partitions, and topics that newly match a pattern, are read from their beginning.
         starting = with_all(position.offsets, self._topics.named(), lambda topic, partition: _EARLIEST)
         raw = message_view.raw_stream(self._spark, self._source, starting)
         raw = behind_truncates(without(raw, skips), position.floors)
@@ -206,29 +207,29 @@ class TopicJob:
         if time.monotonic() - self._held[1] < _OPEN_SECONDS:
             return False
         log.warning(
-            "%s messages of %s stand in or behind a transaction that a producer has left open, and have not been read."
-            " The brokers end it after its transaction.timeout.ms; `kafka-transactions.sh find-hanging` lists those"
-            " that nobody will.",
+            "%s messages of %s have not been read because they are in or behind a transaction that a producer has left"
+            " open. The brokers end it after its transaction.timeout.ms; `kafka-transactions.sh find-hanging` lists"
+            " transactions that will not end.",
             behind(offsets, goal.written),
             self._source.place,
         )
         return True
 
     def _look(self) -> None:
-        """Look whether the topics can still continue what the sinks have, and how far they are ahead."""
+        """Check that the topics can still continue what the sinks have, and update the lag."""
         position = self._units.position
         self._lag = behind(position.offsets, pass_gate(self._topics, position))
 
     def _batch(self, rows: DataFrame, number: int) -> None:
         self._brought = number
         try:
-            self._units.bring(rows, number)
+            self._units.write_batch(rows, number)
         except CdcError as e:
-            fitting(e)
+            with_topic_remedy(e)
             raise
 
     def _progress(self, query: StreamingQuery | None) -> StreamProgress:
-        """Return what has been done; without a query its rows that came too late are those counted before."""
+        """Return the progress; without a query, late rows are those counted before."""
         units = self._units
         counts = {}
         if self._source.dead_letters:
@@ -248,7 +249,7 @@ class TopicJob:
         )
 
     def _await_count(self, query: StreamingQuery) -> None:
-        """Let Spark tell of the last batch, which it does when its own log has it, before the query is stopped."""
+        """Wait for Spark to report the last batch, after writing it to its log, before the query is stopped."""
         if self._source.late != "count" or self._brought is None:
             return
         last, deadline = self._brought, time.monotonic() + _TELLING_SECONDS
@@ -257,39 +258,39 @@ class TopicJob:
             self._count_late(query)
 
     def _count_late(self, query: StreamingQuery) -> int:
-        """Rows that Spark has left out so far, as their window was closed."""
+        """Return the number of rows that Spark has dropped so far because their window was closed."""
         latest = query.lastProgress
-        if latest is not None and latest["timestamp"] != self._told:
-            self._told = latest["timestamp"]
+        if latest is not None and latest["timestamp"] != self._last_progress:
+            self._last_progress = latest["timestamp"]
             for progress in query.recentProgress:
-                if "addBatch" in progress["durationMs"]:  # else Spark was idle, and names the batch that comes next
+                if "addBatch" in progress["durationMs"]:  # otherwise Spark was idle, and names the next batch
                     operators: list[dict[str, Any]] = progress["stateOperators"]
                     self._late[progress["batchId"]] = sum(each["numRowsDroppedByWatermark"] for each in operators)
         return sum(self._late.values())
 
 
-def require_query(spark: SparkSession, pipeline: Pipeline, record: Record) -> Shape:
-    """Refuse a query that is not the one which the record's target was made for.
+def require_query(spark: SparkSession, pipeline: Pipeline, record: Record) -> QueryResult:
+    """Refuse a query other than the one for which the record's target was created.
 
-    :returns: what the query makes.
-    :raises ConfigError: naming what differs.
+    :returns: the result of the query.
+    :raises ConfigError: naming the difference.
     """
-    shape = shape_of(spark, pipeline)
-    _require_same(pipeline.transform.table(shape.table), record.targets[0].table)
-    if shape.stateful != RecordedTopics.of(record).stateful:
+    queried = query_result(spark, pipeline)
+    _require_same(pipeline.transform.table(queried.table), record.targets[0].table)
+    if queried.stateful != RecordedTopics.of(record).stateful:
         raise ConfigError(
-            f"source.sql keeps {'state' if shape.stateful else 'no state'}, but the pipeline has been provisioned with"
-            f" a query that keeps {'none' if shape.stateful else 'some'}",
-            "Put it back, or use another pipeline name: the state that the query would need is of no checkpoint.",
+            f"source.sql keeps {'state' if queried.stateful else 'no state'}, but the pipeline has been provisioned"
+            f" with a query that keeps {'none' if queried.stateful else 'some'}",
+            "Put it back, or use another pipeline name; no checkpoint has the state that the query would need.",
         )
-    return shape
+    return queried
 
 
 def _require_same(now: Table, recorded: Table) -> None:
-    """Refuse a query that returns another table than the targets were made for."""
+    """Refuse a query that returns a table other than the targets'."""
     if now.to_dict() != recorded.to_dict():
         raise ConfigError(
-            "source.sql, source.columns or source.key return other columns than the target was made for:\n"
+            "source.sql, source.columns or source.key return columns other than those of the target:\n"
             f"{table_difference(recorded, now)}",
             "Put them back, or use another pipeline name for the other result.",
         )

@@ -1,4 +1,4 @@
-"""The topics of a source: which there are, where they begin and end, and how offsets in them compare."""
+"""The topics of a source: their names, beginnings and ends, and comparisons of offsets."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, TopicSet
 class Topics:
     """The topics of a source, in their cluster.
 
-    :param source: what names both.
+    :param source: the settings that name topics and cluster.
     """
 
     source: TopicSettings
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster that they are in."""
+        """Return the cluster of the topics."""
         return Cluster(self.source.brokers, self.source.properties, "source")
 
     def identity(self, cluster: str) -> SourceIdentity:
-        """Return what is read of a cluster, for sinks that may be in the same one.
+        """Return the identity of the source, for sinks that may be in the same cluster.
 
-        :param cluster: what its brokers call it.
+        :param cluster: the cluster's id.
         """
         return SourceIdentity(f"kafka {cluster}", self.source.reads)
 
     def named(self) -> tuple[Topic, ...]:
-        """The topics that the source names.
+        """Return the topics that the source names.
 
-        :raises ConfigError: when one is not there, or none matches.
-        :raises MissingPrivilege: when one may not be described, which hides it from what the brokers list.
+        :raises ConfigError: when one does not exist, or none matches.
+        :raises MissingPrivilege: when one may not be described; brokers hide it from their list.
         """
         names: Sequence[str] = self.source.topics
         if self.source.pattern:
@@ -50,7 +50,7 @@ class Topics:
                 f"source.topics: {self.source.brokers} has no topic {', '.join(lacking)}"
                 if lacking
                 else f"source.pattern: {self.source.brokers} has no topic that matches {self.source.pattern}",
-                f"Create it, or name some of: {', '.join(self._listed()) or 'none'}.",
+                f"Create the topic, or name existing ones: {', '.join(self._listed()) or 'none'}.",
             )
         return found
 
@@ -58,25 +58,25 @@ class Topics:
         return [name for name in self.cluster.topics() if name[:2] != "__"]
 
     def described(self, names: Collection[str]) -> tuple[Topic, ...]:
-        """Topics that are there, of some names."""
+        """Return those of the named topics that exist."""
         found = self.cluster.described(names)
         return tuple(found[name] for name in sorted(found))
 
     def beginnings(self, topics: Collection[Topic]) -> Offsets:
-        """The offsets of the first messages that are still there."""
+        """Return the offsets of the first messages that still exist."""
         return _as_offsets(self.cluster.beginnings(topics))
 
     def ends(self, topics: Collection[Topic] | None = None) -> Offsets:
-        """The offsets behind the last messages, of transactions those that have been committed.
+        """Return the offsets after the last committed messages.
 
-        :param topics: all that the source names, by default.
+        :param topics: by default all that the source names.
         """
         return _as_offsets(self.cluster.committed_ends(self.named() if topics is None else topics))
 
     def written_ends(self, topics: Collection[Topic] | None = None) -> Offsets:
-        """The offsets behind the last messages, those of open transactions and what stands behind them included.
+        """Return the offsets after the last messages, including open transactions and the messages after them.
 
-        :param topics: all that the source names, by default.
+        :param topics: by default all that the source names.
         """
         return _as_offsets(self.cluster.written_ends(self.named() if topics is None else topics))
 
@@ -86,7 +86,7 @@ def _as_offsets(found: Mapping[str, Mapping[int, int]]) -> Offsets:
 
 
 def behind(offsets: Offsets, ends: Offsets) -> int:
-    """The messages, and markers of transactions, between offsets and the ends of topics."""
+    """Return the number of messages and transaction markers between offsets and the ends of topics."""
     return sum(
         max(0, end - offsets.get(topic, {}).get(partition, 0))
         for topic, partitions in ends.items()
@@ -95,7 +95,7 @@ def behind(offsets: Offsets, ends: Offsets) -> int:
 
 
 def reached(offsets: Offsets, goal: Offsets) -> bool:
-    """Whether everything before the goal has been read."""
+    """Return whether everything before the goal has been read."""
     return all(
         offsets.get(topic, {}).get(partition, 0) >= end
         for topic, partitions in goal.items()
@@ -104,9 +104,9 @@ def reached(offsets: Offsets, goal: Offsets) -> bool:
 
 
 def with_all(offsets: Offsets, topics: Collection[Topic], otherwise: Callable[[Topic, str], int]) -> Mapping[str, Any]:
-    """The offsets of all partitions of topics, as Spark wants to be told where to start.
+    """Return the offsets of all partitions of topics, in Spark's format for starting offsets.
 
-    :param otherwise: tells that of a partition which has none.
+    :param otherwise: returns the offset of a partition that has none.
     """
     return {
         topic.name: {

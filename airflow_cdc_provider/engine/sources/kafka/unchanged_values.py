@@ -1,8 +1,8 @@
-"""Values that a message of Debezium's leaves out, as an update has left them alone: they are kept where they stand.
+"""Handles unchanged values that Debezium's updates omit: the target keeps its own.
 
-Postgres does not send a TOASTed value that an update leaves alone, and Debezium writes a placeholder in its place. The
-sink for Kafka names such columns in ``source.unchanged``, too, as the placeholder has no place in columns of other
-types than texts and bytes. In the view such a value is NULL, and :data:`UNCHANGED` has the names of the columns.
+Postgres does not send a TOASTed value that an update leaves unchanged, and Debezium writes a placeholder for it. The
+Kafka sink also names such columns in ``source.unchanged``, because the placeholder does not fit types other than texts
+and bytes. In the view such a value is NULL, and :data:`UNCHANGED` contains the names of the columns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from airflow_cdc_provider.engine.core.row_changes import Changes, Relation, Rela
 from airflow_cdc_provider.engine.core.table import Table
 
 UNCHANGED = "_unchanged"
-"""The column of view and result that names the view's columns whose value a message leaves out."""
+"""The column of view and result that names the view's columns with an omitted value."""
 
 Away: TypeAlias = Mapping[int, NDArray[np.bool_]]
 
@@ -39,17 +39,17 @@ _WHOLE_NUMBERS = (t.ByteType, t.ShortType, t.IntegerType, t.LongType)
 
 @dataclass(frozen=True)
 class Placeholder:
-    """What stands for a value that was not sent.
+    """The text in place of a value that was not sent.
 
-    :param text: as Debezium is configured (``unavailable.value.placeholder``).
+    :param text: as configured in Debezium (``unavailable.value.placeholder``).
     """
 
     text: str
 
-    def stands(self, read: Column, kind: t.DataType) -> Column | None:
-        """Return whether it is what was read of a column; ``None`` for types that have no place for it.
+    def matches(self, read: Column, kind: t.DataType) -> Column | None:
+        """Return whether the value of a column is the placeholder; ``None`` for types that it does not fit.
 
-        :param kind: that the column is read as.
+        :param kind: type as which the column is read.
         """
         data = self.text.encode()
         if isinstance(kind, t.StringType):
@@ -60,14 +60,14 @@ class Placeholder:
             if isinstance(kind.elementType, _WHOLE_NUMBERS):
                 numbers = f.array(*(f.lit(n - (n > 127) * 256) for n in data)).cast(kind)
                 return (f.size(read) == len(data)) & (read == numbers)
-            inner = self.stands(f.get(read, f.lit(0)), kind.elementType)
+            inner = self.matches(f.get(read, f.lit(0)), kind.elementType)
             return None if inner is None else (f.size(read) == 1) & inner
         if isinstance(kind, t.MapType) and isinstance(kind.valueType, t.StringType):
             return (f.size(read) == 1) & (f.get(f.map_values(read), f.lit(0)) == self.text)
         return None
 
     def _texts(self) -> Sequence[str]:
-        """The placeholder as a text: its own, of bytes, of the elements of arrays, and of those and maps as JSON."""
+        """Return the placeholder as texts: plain, as bytes, as elements of arrays, and arrays and maps as JSON."""
         data = self.text.encode()
         digest = uuid.UUID(bytes=hashlib.md5(data, usedforsecurity=False).digest(), version=3)
         one = [self.text, base64.b64encode(data).decode(), data.hex(), str(digest)]
@@ -76,12 +76,12 @@ class Placeholder:
         return [*one, *(json.dumps(each, separators=(",", ":"), ensure_ascii=False) for each in whole)]
 
 
-def told(row: t.StructType, placeholder: Placeholder, after: Column, before: Column, named: Column) -> Column:
-    """Return what an update says of a row: a value that it leaves out is the old row's, where that has it.
+def completed_row(row: t.StructType, placeholder: Placeholder, after: Column, before: Column, named: Column) -> Column:
+    """Return the row of an update; an omitted value is taken from the old row if that contains it.
 
-    :param row: what ``before`` and ``after`` are read as.
-    :param named: columns that the message says to be unchanged.
-    :returns: a struct of the row, and of the names of columns that are left out; these are null in it.
+    :param row: type as which ``before`` and ``after`` are read.
+    :param named: columns that the message names as unchanged.
+    :returns: a struct of the row, and of the names of omitted columns; these are null in the row.
     """
     away = {each.name: _away(placeholder, after[each.name], each, named) for each in row}
     had = {each.name: ~_away(placeholder, before[each.name], each, None) for each in row}
@@ -98,15 +98,15 @@ def told(row: t.StructType, placeholder: Placeholder, after: Column, before: Col
 
 
 def _away(placeholder: Placeholder, read: Column, each: t.StructField, named: Column | None) -> Column:
-    stands = placeholder.stands(read, each.dataType)
-    found = f.lit(False) if stands is None else f.coalesce(stands, f.lit(False))
+    matches = placeholder.matches(read, each.dataType)
+    found = f.lit(False) if matches is None else f.coalesce(matches, f.lit(False))
     return found if named is None else found | f.coalesce(f.array_contains(named, each.name), f.lit(False))
 
 
 def masks(names: pa.Array, columns: Sequence[str]) -> Away:
-    """Return by place of a column in which rows its value is left out; only columns that have such.
+    """Return by column number the rows with an omitted value; only columns that have any.
 
-    :param names: lists of names of columns.
+    :param names: lists of column names.
     """
     rows = np.flatnonzero(names.is_valid().to_numpy(zero_copy_only=False))
     listed = names.take(pa.array(rows)).to_pylist()
@@ -120,9 +120,9 @@ def masks(names: pa.Array, columns: Sequence[str]) -> Away:
 
 
 def net_of(table: Table, columns: Sequence[pa.Array], letters: pa.Array | None, away: Away) -> pa.Table:
-    """Return the rows of a mirror's :class:`.Effect`: of each key the last one, with what those before it have told.
+    """Return the rows of a mirror's :class:`.Effect`: the last row of each key, completed from earlier rows of the key.
 
-    :param letters: what has been done to the rows; as a changelog has it.
+    :param letters: operations on the rows, as in a changelog.
     :param away: see :func:`masks`.
     """
     key = tuple(i for i, column in enumerate(table.columns) if column.name in table.key)

@@ -1,4 +1,4 @@
-"""Units of topics: how batches of Spark become commits of the sinks, in which the offsets change with the rows."""
+"""Writes units of topics: turns Spark's batches into commits of the sinks, which change offsets together with rows."""
 
 from __future__ import annotations
 
@@ -32,32 +32,29 @@ from airflow_cdc_provider.engine.sources.kafka.skipped_messages import without
 from airflow_cdc_provider.engine.sources.kafka.topics import Topics
 from airflow_cdc_provider.engine.sources.kafka.truncate_messages import Truncates
 
-# Whether a message is too large is for the topic to say, and not for its producer, whose own limit is one MiB.
+# The topic decides whether a message is too large, not the producer, whose own limit is one MiB.
 _WHATEVER_SIZE = {"kafka.max.request.size": str(1 << 30), "kafka.buffer.memory": str(1 << 30)}
 
 
 @dataclass
 class _Branch:
-    """A sink, and what it has."""
+    """A sink, and the last unit that it has."""
 
     run: Run
     applied: UnitNumber
 
 
-class TopicUnits:
-    """Brings batches into all sinks of a run, one after the other.
+class TopicUnitWriter:
+    """Writes batches to all sinks of a run, one after the other.
 
-    :param position: where the sink that has least is.
+    :param position: the position of the sink that has least.
     :param base: number of the last unit before the query's first batch.
     :param missed: see :class:`.AvroTexts`.
-    :param in_order: rows have to come as their messages do, see :mod:`.message_order`.
-    :ivar applied: number of the last unit that all sinks have.
-    :ivar position: what the records say by now.
-    :ivar changes: rows that the query has returned, committed.
-    :ivar tables: the same by table.
-    :ivar dead_letters: messages that were written to another topic.
-    :ivar seconds: time spent in batches that held rows.
-    :ivar batch_seconds: the last of them.
+    :param in_order: rows must be in the order of their messages, see :mod:`.message_order`. :ivar applied: number of
+        the last unit that all sinks have. :ivar position: the current position in the records. :ivar changes: number of
+        committed rows of the query. :ivar tables: the same by table. :ivar dead_letters: number of messages written to
+        another topic. :ivar seconds: seconds spent in batches with rows. :ivar batch_seconds: seconds of the last of
+        them.
     """
 
     def __init__(
@@ -88,17 +85,17 @@ class TopicUnits:
 
     @property
     def applied(self) -> UnitNumber:
-        """Number of the last unit that all sinks have."""
+        """Return the number of the last unit that all sinks have."""
         return min(branch.applied for branch in self._branches)
 
-    def bring(self, rows: DataFrame, batch: int) -> None:
-        """Bring a batch into all sinks; those that have it already leave it out.
+    def write_batch(self, rows: DataFrame, batch: int) -> None:
+        """Write a batch to all sinks that do not have it yet.
 
-        It is computed in any case: without that, Spark would have no state for the next one.
+        The batch is always computed, because otherwise Spark would lack the state for the next one.
 
-        :param rows: that the query returns.
-        :param batch: Spark's number of it.
-        :raises CdcError: when it cannot be brought into a sink; others may have it then.
+        :param rows: the result of the query.
+        :param batch: Spark's number of the batch.
+        :raises CdcError: when the batch cannot be written to a sink; other sinks may have it then.
         """
         started = time.monotonic()
         unit, offsets = UnitNumber(self._base + batch + 1), self._checkpoint.offsets(batch)
@@ -117,16 +114,16 @@ class TopicUnits:
                     [replace(piece, index=n) for n, piece in enumerate([*truncates.staged(branch.run, unit), *found])]
                     for branch, found in zip(self._branches, staged, strict=True)
                 ]
-        # Once nothing but a commit can fail, as each attempt writes them again; and after the rows, as these decide
-        # which messages cannot be read.
-        buried = self._bury(offsets) if unit > self.applied else 0
+        # Each attempt writes these messages again, so write them once only the commit can still fail. The rows come
+        # first because they determine which messages cannot be read.
+        dead_letters = self._write_dead_letters(offsets) if unit > self.applied else 0
         with self._blaming(offsets, unit):
             pieces = [
                 self._commit(branch, unit, found, noted) for branch, found in zip(self._branches, staged, strict=True)
             ]
         failpoint("before-spark-commit")
         self.position = replace(self.position, applied=self.applied, **noted)
-        self.dead_letters += buried
+        self.dead_letters += dead_letters
         self._count(max(pieces, key=lambda each: sum(piece.changes for piece in each)), started)
 
     def _staged(self, rows: DataFrame, unit: UnitNumber, batch: int) -> list[list[StagedPiece]]:
@@ -142,7 +139,7 @@ class TopicUnits:
 
     @contextmanager
     def _blaming(self, offsets: Offsets, unit: UnitNumber) -> Iterator[None]:
-        """Let messages answer for a failure, unless a sink has the unit already, and with it what they became."""
+        """Attribute a failure to messages, unless a sink already has the unit and thus has accepted its messages."""
         try:
             yield
         except (CdcError, MissingValues, PySparkException, Py4JJavaError) as e:
@@ -161,7 +158,9 @@ class TopicUnits:
         return None if applied else blame.verdict(failure, start, end, unit)
 
     def _beginning(self, offsets: Offsets) -> Offsets:
-        """Return where a batch begins that ends at some offsets; new topics and partitions do so at their first."""
+        """Return the first offsets of a batch from its last ones; new topics and partitions begin at their first
+        message.
+        """
         known = self.position.offsets
         new = {topic for topic, found in offsets.items() if found.keys() - known.get(topic, {}).keys()}
         topics = Topics(self._source)
@@ -171,7 +170,7 @@ class TopicUnits:
     def _commit(
         self, branch: _Branch, unit: UnitNumber, staged: list[StagedPiece], noted: Mapping[str, Any]
     ) -> list[StagedPiece]:
-        """Commit a batch; what of it the sink did not have yet."""
+        """Commit a batch, and return the pieces that the sink did not have yet."""
         run = branch.run
         committed = run.sink.commit(run.epoch, UnitNumber(unit - 1), unit, staged, noted)
         branch.applied = max(branch.applied, unit)
@@ -189,16 +188,16 @@ class TopicUnits:
         self._run.lag.advance(self.applied)
 
     def _topics(self, offsets: Mapping[str, object]) -> Mapping[str, str]:
-        """The ids of the topics that have been read; a pattern may match a new one any time."""
+        """Return the ids of the topics that have been read; a pattern may match a new topic at any time."""
         known = self.position.topics
         new = offsets.keys() - known.keys()
         return {**known, **{topic.name: topic.id for topic in Topics(self._source).described(new)}} if new else known
 
-    def _bury(self, offsets: Mapping[str, Mapping[str, int]]) -> int:
-        """Write the batch's messages that cannot be read to the topic for them: before the unit, so that none is lost.
+    def _write_dead_letters(self, offsets: Mapping[str, Mapping[str, int]]) -> int:
+        """Write the batch's unreadable messages to their topic, before the unit, so that none is lost.
 
-        A unit that is brought in again, after a crash or a commit that failed, has them written again; their headers
-        tell which are one.
+        If a unit is written again, after a crash or a failed commit, its messages are written again. Their headers
+        identify copies.
         """
         source, position = self._source, self.position
         start, end = with_truncates(position.offsets, position.truncated), with_truncates(offsets, position.floors)
@@ -207,7 +206,7 @@ class TopicUnits:
         raw = message_view.raw_range(self._spark, source, start, end)
         skips = [each for each in position.skipped if each.within(start, end)]
         lineage = lineage_in(self._spark, source)
-        bad = message_view.troubled(without(raw, skips), source, lineage, self._missed.value)
+        bad = message_view.dead_letter_rows(without(raw, skips), source, lineage, self._missed.value)
         if skips:
             bad = bad.union(message_view.set_aside(raw, skips))
         bad = bad.persist()
@@ -226,5 +225,5 @@ class TopicUnits:
 
 
 def records_of(run: Run) -> list[Record]:
-    """The commit records of all sinks of a run."""
+    """Return the commit records of all sinks of a run."""
     return [existing_record(branch.pipeline) for branch in run.branches]

@@ -1,14 +1,13 @@
-"""Whether targets hold what the query makes of the messages that have been read, and which keys differ.
+"""Compares targets with the result of the query over the messages that have been read, and reports differing keys.
 
-What a :class:`.Replay` makes of the messages is one side of a comparison as :mod:`.comparison.compare` makes it, and
-the sink's rows are the other. While a stream runs, messages are read up to the ends of their topics, or, where windows
-are told once closed, as far as the sink is; and keys that differ are read again until they come to rest.
+One side of the comparison, see :mod:`.comparison.compare`, is the result of a :class:`.Replay`; the other side is the
+sink's rows. While a stream runs, messages are read up to the ends of their topics; if windows are written once closed,
+they are read up to the sink's position. Differing keys are read again until they settle.
 
-A changelog has one event for each row of the result, so the two are compared row by row, copies counted. Where a key is
-told again (a window that has changed, an update of Debezium's), the row that each key has at last is compared.
+A changelog has one event for each row of the result, so the two are compared row by row, including duplicates. If a key
+occurs repeatedly (a changed window, or a Debezium update), the last row of each key is compared.
 
-Where retention has removed messages that had been read, rows of the target that none of those still there has made are
-left out.
+If retention has removed messages that had been read, target rows without a message are ignored.
 """
 
 from __future__ import annotations
@@ -22,17 +21,23 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from airflow_cdc_provider.engine.comparison.compare import PASS_TIMEOUT, Report, compare_sides, not_reached, ranges_in
+from airflow_cdc_provider.engine.comparison.compare import (
+    PASS_TIMEOUT,
+    ReportTableProgress,
+    compare_sides,
+    not_reached,
+    ranges_in,
+)
 from airflow_cdc_provider.engine.comparison.fetched_side import (
     Rows,
     Rowset,
     RowSide,
     changelog_rows,
+    event_sort_key,
     keyed_rows,
     mirror_rows,
-    moment,
 )
-from airflow_cdc_provider.engine.comparison.side import UNKNOWN, Key, Sides
+from airflow_cdc_provider.engine.comparison.side import UNKNOWN, RowKey, Sides
 from airflow_cdc_provider.engine.core.errors import UnknownTable
 from airflow_cdc_provider.engine.core.record import Mode, Target
 from airflow_cdc_provider.engine.core.waiting import await_condition
@@ -41,9 +46,9 @@ from airflow_cdc_provider.engine.runs.commit_records import existing_record, sin
 from airflow_cdc_provider.engine.sources.kafka.checkpoint import Checkpoint
 from airflow_cdc_provider.engine.sources.kafka.gate import pass_gate
 from airflow_cdc_provider.engine.sources.kafka.position import RecordedTopics
-from airflow_cdc_provider.engine.sources.kafka.query import Shape, output_of, shape_of
+from airflow_cdc_provider.engine.sources.kafka.query import QueryResult, output_of, query_result
 from airflow_cdc_provider.engine.sources.kafka.replay import Replay, reach_of
-from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, Output, topic_settings
+from airflow_cdc_provider.engine.sources.kafka.settings import Offsets, OutputMode, topic_settings
 from airflow_cdc_provider.engine.sources.kafka.staging_task import UNSENT
 from airflow_cdc_provider.engine.sources.kafka.topics import Topics, behind, reached
 from airflow_cdc_provider.engine.spark.session import spark_session
@@ -53,24 +58,24 @@ Shaped: TypeAlias = Callable[[Target, Iterable[pa.RecordBatch]], Iterator[Rowset
 _BUCKETS = 1 << 10
 
 
-def verify(pipeline: Pipeline, live: bool, report: Report) -> dict[str, Any]:
-    """Compare the result of the query with what the sinks have, see :func:`.commands.verify`.
+def verify(pipeline: Pipeline, live: bool, report: ReportTableProgress) -> dict[str, Any]:
+    """Compare the result of the query with the sinks, see :func:`.commands.verify`.
 
-    :param live: a stream runs.
+    :param live: a stream is running.
     :returns: also ``ranges``, the messages that were compared, see :class:`.MessageRange`; and ``begins_late``, whether
-        retention has removed some that had been read.
+        retention has removed messages that had been read.
     """
     topics = Topics(topic_settings(pipeline))
     tables: list[dict[str, Any]] = []
     not_compared: set[str] = set()
     with spark_session(pipeline.spark_start, "verify") as spark:
-        shape = shape_of(spark, pipeline)
+        result = query_result(spark, pipeline)
         slowest = min((_position(branch) for branch in pipeline.branches), key=lambda p: p.applied)
         pass_gate(topics, slowest)
         checkpoint, output = Checkpoint.of(pipeline), output_of(pipeline)
         replay = Replay.of(spark, topics, slowest, checkpoint)
         for branch in pipeline.branches:
-            way = _way_of(branch.sink.mode, output, shape)
+            way = _way_of(branch.sink.mode, output, result)
             (target,) = existing_record(branch).targets
             if way is None:
                 not_compared.add(target.table.label)
@@ -99,12 +104,12 @@ def verify(pipeline: Pipeline, live: bool, report: Report) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Way:
-    """How the two sides are made alike.
+    """The way in which the two sides are made comparable.
 
-    :param keyed: the row that each key has at last is compared, otherwise all rows with their copies.
-    :param source, target: what makes rows comparable.
-    :param closing: rows come once nothing changes them any more, windows when they are closed.
-    :param hashed: rows of the source can be hashed where they are made, as each one is told as a whole.
+    :param keyed: compare the last row of each key, otherwise all rows including duplicates.
+    :param source, target: functions that make rows comparable.
+    :param closing: the query returns only final rows, such as closed windows.
+    :param hashed: rows of the source are complete, and can be hashed by the executors.
     """
 
     keyed: bool
@@ -114,26 +119,26 @@ class Way:
     hashed: bool = False
 
 
-def _way_of(mode: Mode, output: Output, shape: Shape) -> Way | None:
-    """How a sink is compared; ``None`` where events tell keys again, and there is no key to go by.
+def _way_of(mode: Mode, output: OutputMode, result: QueryResult) -> Way | None:
+    """Return how a sink is compared; ``None`` if events repeat keys, but the table has no key.
 
-    :param output: in which the pipeline's query gives its results, to all sinks alike.
+    :param output: the output mode of the pipeline's query, the same for all sinks.
     """
-    closing = shape.stateful and output == "append"
-    hashed = not (closing or shape.told or shape.partial)
+    closing = result.stateful and output == "append"
+    hashed = not (closing or result.has_ops or result.partial)
     if mode == "mirror":
-        # Of a row of which messages do not tell a value any more, the other values are compared.
-        rows: Shaped = _Told(mirror_rows) if shape.told else mirror_rows
+        # If messages no longer contain a value of a row, its other values are compared.
+        rows: Shaped = _Told(mirror_rows) if result.has_ops else mirror_rows
         return Way(True, rows, rows, closing, hashed)
-    if not shape.told and (closing or not shape.stateful):
+    if not result.has_ops and (closing or not result.stateful):
         return Way(False, mirror_rows, mirror_rows, closing, hashed)
-    made: Shaped = _Told(keyed_rows) if shape.told else keyed_rows
-    return Way(True, made, changelog_rows, closing) if shape.table.key else None
+    made: Shaped = _Told(keyed_rows) if result.has_ops else keyed_rows
+    return Way(True, made, changelog_rows, closing) if result.table.key else None
 
 
 @dataclass(frozen=True)
 class _Told:
-    """Gives rows cells of which one that messages do not tell equals every value."""
+    """Makes cells of rows, in which a value that messages omit equals every value."""
 
     shaped: Shaped
 
@@ -156,8 +161,8 @@ def _sides(branch: Pipeline, replay: Replay, way: Way, target: Target) -> Abstra
     sink = sink_of(branch)
     if sink.missing([target]):
         raise UnknownTable(
-            f"the target {target.schema}.{target.name} is gone",
-            "Run `airflow-cdc drop`, then `airflow-cdc run`: it begins again from the first messages.",
+            f"the target {target.schema}.{target.name} no longer exists",
+            "Run `airflow-cdc drop`, then `airflow-cdc run`: it begins again at the first messages.",
         )
     compared = target if way.keyed else replace(target, table=replace(target.table, key=()))
     rows = replay.closed_rows if way.closing else replay.rows
@@ -172,23 +177,23 @@ def _sides(branch: Pipeline, replay: Replay, way: Way, target: Target) -> Abstra
 
 @dataclass(frozen=True)
 class _Hashed(RowSide):
-    """Has the executors hash the rows of a scan, instead of fetching them."""
+    """Lets executors hash the rows of a scan, instead of fetching the rows."""
 
     replay: Replay
 
     def scan(self, buckets: int) -> Mapping[int, Sequence[Any]]:
-        """See :meth:`.Side.scan`."""
+        """Return sums of hashes by bucket, see :meth:`.Side.scan`."""
         return self.replay.sums(self.target, buckets)
 
 
 @dataclass(frozen=True)
 class _Remaining:
-    """Leaves out the events of a changelog up to its last truncate, as the other side does with their messages."""
+    """Ignores events of a changelog up to its last truncate, like the other side."""
 
     rows: Rows
     passed: Callable[[], RecordedTopics]
 
-    def __call__(self, target: Target, keys: Sequence[Key] | None) -> Iterator[pa.RecordBatch]:
+    def __call__(self, target: Target, keys: Sequence[RowKey] | None) -> Iterator[pa.RecordBatch]:
         if not self.passed().truncated:
             yield from self.rows(target, keys)
             return
@@ -199,12 +204,12 @@ class _Remaining:
 
 
 def _moments(events: pa.RecordBatch) -> list[tuple[int, int]]:
-    return [moment(event) for event in events.select(["_commit_lsn", "_seq"]).to_pylist()]
+    return [event_sort_key(event) for event in events.select(["_commit_lsn", "_seq"]).to_pylist()]
 
 
 @dataclass(frozen=True)
 class _Within:
-    """Leaves out rows whose key the other side does not have."""
+    """Ignores rows whose key is missing from the other side."""
 
     shaped: Shaped
     other: RowSide
@@ -227,7 +232,7 @@ def _read(branch: Pipeline) -> Offsets:
 
 
 def _catch_up(branch: Pipeline, topics: Topics) -> None:
-    """Wait until the sink has all messages that there are now."""
+    """Wait until the sink has all messages that exist now."""
     ends = topics.ends()
     if not await_condition(lambda: reached(_read(branch), ends), PASS_TIMEOUT):
         raise not_reached(f"the ends of {topics.source.place}")

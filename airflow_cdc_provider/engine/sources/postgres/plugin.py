@@ -1,4 +1,4 @@
-"""Postgres as a kind of sources."""
+"""The plugin that registers Postgres as a type of source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a commit record says of its source in Postgres."""
+"""The source in Postgres as a commit record describes it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from airflow_cdc_provider.engine.core.lsn import LOG_START, Lsn, format_lsn, parse_lsn
 from airflow_cdc_provider.engine.core.record import noted_by
-from airflow_cdc_provider.engine.postgres.server_identity import Origin
+from airflow_cdc_provider.engine.postgres.server_identity import ServerIdentity
 from airflow_cdc_provider.engine.postgres.slots import SlotIdentity
 
 _PUBLISHED = "published:"
@@ -16,10 +16,10 @@ _PUBLISHED = "published:"
 
 @dataclass(frozen=True)
 class RecordedSlot:
-    """The slot that the sinks are filled from, as it was when it was made, and what has been noted of it since.
+    """The slot from which the sinks are filled, as it was created, with what was recorded about it since.
 
     :param slot_identity: its timeline is the one on which the slot was seen last.
-    :param created_publication: whether the publication has been made with the slot, and goes with it.
+    :param created_publication: whether the publication was created with the slot, and is dropped with it.
     :param seen: the highest ``restart_lsn`` that was seen on that timeline.
     :param published: the entries of the catalog that publish each leaf, see :func:`.published_entries`.
     """
@@ -44,26 +44,26 @@ class RecordedSlot:
         )
 
     @property
-    def origin(self) -> Origin:
-        """Where rows have to be read that go with it."""
-        return Origin(self.slot_identity.system, self.slot_identity.timeline, self.slot_identity.database)
+    def origin(self) -> ServerIdentity:
+        """Return the server from which rows have to be read."""
+        return ServerIdentity(self.slot_identity.system, self.slot_identity.timeline, self.slot_identity.database)
 
     def to_notes(self) -> dict[str, Any]:
-        """What is noted in the record."""
+        """Return the values that the record has about the slot."""
         made = {**asdict(self.slot_identity), "created_publication": self.created_publication}
         return {**made, **noted_seen(self.seen), **noted_published(self.published)}
 
 
 def noted_timeline(timeline: int) -> dict[str, Any]:
-    """What is noted of the timeline on which the slot is seen."""
+    """Return the record's value for the timeline on which the slot is seen."""
     return {"timeline": timeline}
 
 
 def noted_seen(restart_lsn: Lsn) -> dict[str, Any]:
-    """What is noted of a slot that has been seen."""
+    """Return the record's value for the ``restart_lsn`` at which the slot was seen."""
     return {"slot_seen": format_lsn(restart_lsn)}
 
 
 def noted_published(published: Mapping[int, str]) -> dict[str, Any]:
-    """What is noted of the entries that publish leaves."""
+    """Return the record's values for the catalog entries that publish leaves."""
     return {f"{_PUBLISHED}{oid}": entries for oid, entries in published.items()}

@@ -13,16 +13,16 @@ from airflow_cdc_provider.engine.core.section_values import as_postgres_uri, dat
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.core.table_rule import TableRule
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.postgres.sql_condition import find_trouble
+from airflow_cdc_provider.engine.postgres.sql_condition import find_syntax_problem
 
 _SLOT = re.compile(r"[a-z0-9_]{1,63}")
 
 
 @dataclass(frozen=True)
 class PostgresSourceSettings:
-    """Where changes come from; DSNs are libpq URIs with their variables and connection ids resolved.
+    """The settings of the source; DSNs are libpq URIs with their variables and connection ids resolved.
 
-    :param replication_dsn: for what takes REPLICATION, the slot and the log; ``""`` to use ``dsn`` for it.
+    :param replication_dsn: for the slot and the log, which take REPLICATION; ``""`` to use ``dsn``.
     """
 
     dsn: str = field(repr=False)
@@ -45,7 +45,7 @@ class PostgresSourceSettings:
 
     @property
     def captured(self) -> tuple[str, ...]:
-        """See :attr:`.SourceSettings.captured`: patterns of tables."""
+        """Return the patterns of the captured tables."""
         return tuple(rule.pattern for rule in self.tables)
 
     @property
@@ -60,23 +60,23 @@ class PostgresSourceSettings:
 
     @property
     def spark_conf(self) -> Mapping[str, str]:
-        """See :attr:`.SourceSettings.spark_conf`: nothing, as tables are read without the JVM."""
+        """Return no settings, since tables are read without the JVM."""
         return {}
 
     def datasets(self, identity: Mapping[str, Any], table: Table) -> list[tuple[str, str]]:
-        """See :meth:`.SourceSettings.datasets`: the table."""
+        """Return the namespace and name of a table for OpenLineage."""
         from airflow_cdc_provider.engine.postgres.connection import dataset  # late: reading Dags must not load a driver
 
         return [dataset(self.dsn, table.schema, table.name)]
 
     @property
     def log_dsn(self) -> str:
-        """As whom the log is read."""
+        """Return the DSN of the role that reads the log."""
         return self.replication_dsn or self.dsn
 
     @property
     def secrets(self) -> Sequence[str]:
-        """Texts that no log may show."""
+        """Return the texts that no log may show."""
         from airflow_cdc_provider.engine.postgres.connection import (
             passwords,  # late: reading Dags must not load a driver
         )
@@ -86,7 +86,7 @@ class PostgresSourceSettings:
 
 def as_slot_name(value: object) -> str:
     if not isinstance(value, str) or not _SLOT.fullmatch(value):
-        raise ValueError("1 to 63 of the characters a-z, 0-9 and _, as Postgres demands of slot names")
+        raise ValueError("1 to 63 of the characters a-z, 0-9 and _, as Postgres requires of slot names")
     return value
 
 
@@ -113,7 +113,7 @@ def as_table_rule(entry: object) -> TableRule:
     where = entry.get("where")
     if where is not None and not isinstance(where, str):
         raise ValueError("where as an SQL condition")
-    if where is not None and (trouble := find_trouble(where)):
+    if where is not None and (trouble := find_syntax_problem(where)):
         raise ValueError(f"where as one SQL condition ({trouble})")
     return TableRule(_pattern(entry.get("table")), tuple(columns) if columns else None, where)
 
@@ -125,7 +125,7 @@ def _pattern(value: object) -> str:
 
 
 def has_slot(pipeline: Pipeline) -> bool:
-    """Whether a pipeline reads from a replication slot, and so has :func:`postgres_settings`."""
+    """Return whether a pipeline reads from a replication slot, and so has :func:`postgres_settings`."""
     return isinstance(pipeline.source, PostgresSourceSettings)
 
 

@@ -1,4 +1,4 @@
-"""A pipeline's source in Postgres: where each question of the contract is answered."""
+"""Postgres as the source of a pipeline: implements the source contract with the modules of this folder."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from airflow_cdc_provider.engine.sources.contract import (
     Reached,
     SourceStatus,
     TellTable,
-    trouble_of,
+    blocking_error,
 )
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
 from airflow_cdc_provider.engine.sources.postgres.provision import provisioning, removal, slot
-from airflow_cdc_provider.engine.sources.postgres.provision.gate import gate, note_passage, require_primary
+from airflow_cdc_provider.engine.sources.postgres.provision.gate import gate, record_passage, require_primary
 from airflow_cdc_provider.engine.sources.postgres.provision.preflight import check_tables
 from airflow_cdc_provider.engine.sources.postgres.provision.readiness import check_settings
 from airflow_cdc_provider.engine.sources.postgres.provision.slot_session import reader_of, slot_session
@@ -81,8 +81,8 @@ class PostgresSource:
         """See :attr:`.AttachedSource.without_record`."""
         return (
             "Run `airflow-cdc provision` (or `run`) first. If the record has been lost, run"
-            " `airflow-cdc resnapshot --all`, in Airflow the Dag cdc_resnapshot with Everything: it makes the record"
-            " anew, with publication and slot, and reads all tables again."
+            " `airflow-cdc resnapshot --all`, in Airflow the Dag cdc_resnapshot with Everything: it recreates the"
+            " record, with publication and slot, and reads all tables again."
         )
 
     def without_targets(self, gone: Sequence[Target], record: Record) -> str:
@@ -92,9 +92,9 @@ class PostgresSource:
 
     def take_epoch(self, record: Record, records: CommitRecord, owner: str) -> int:
         """See :meth:`.AttachedSource.take_epoch`."""
-        # Of the record, not of the file: a slot that the file names by mistake is another's.
+        # The slot of the record, not of the file: a slot that the file names by mistake belongs to something else.
         name = RecordedSlot.of(record.identity).slot_identity.slot
-        # Its session is opened before: one that cannot replicate must not end a run that can.
+        # The session is opened first: a run whose role may not replicate must not end one whose role may.
         with connected(self.settings.dsn) as source, slot_session(self.settings, source) as session:
             require_primary(source)
             epoch = records.take_epoch(owner)
@@ -113,15 +113,14 @@ class PostgresSource:
             sink = sink_of(branch, part)
             if part != RESNAPSHOT:
                 require_targets(branch, sink, record)
-            # Parts of a run share the record's row with chunks in flight: they write to it only what they cannot do
-            # without. One that has nothing to read leaves it alone, as a stream may be at work, and on the timeline
-            # that stands there.
+            # Parts of a run share the record's row with chunks in flight, so they write only what is necessary. A part
+            # that has nothing to read does not write: a stream may be at work, on the timeline that is recorded.
             reads = part == RESNAPSHOT or bool(record.unfinished)
             if part == STREAM or (reads and passage.has_moved(record)):
-                note_passage(sink, record, passage)
+                record_passage(sink, record, passage)
 
     def leave(self, epoch: int, sinks: Sequence[Sink]) -> None:
-        """See :meth:`.AttachedSource.leave`; once the slot's reader is gone and the server has saved where it is."""
+        """Record the slot's position, once its reader is gone and the server has saved it."""
         with connected(self.settings.dsn) as source:
 
             def free() -> bool:
@@ -131,7 +130,7 @@ class PostgresSource:
             if existing_record(self.pipeline).epoch == epoch and await_condition(free, _RELEASE_SECONDS):
                 for branch, sink in zip(self.pipeline.branches, sinks, strict=True):
                     record = existing_record(branch)
-                    note_passage(sink, replace(record, epoch=epoch), gate(source, self.settings, record))
+                    record_passage(sink, replace(record, epoch=epoch), gate(source, self.settings, record))
 
     def end_readers(self, fence: Fence) -> None:
         """See :meth:`.AttachedSource.end_readers`."""
@@ -179,7 +178,7 @@ class PostgresSource:
             tables = identity = None
             if check_settings(checks, source, self.settings):
                 tables = check_tables(checks, source, self.pipeline)
-            if checks.passed("functions"):  # without, the server does not tell who it is
+            if checks.passed("functions"):  # they are needed to read the identity of the server
                 try:
                     identity = _identity(source)
                 except DRIVER_ERRORS as e:
@@ -192,11 +191,11 @@ class PostgresSource:
         return False
 
     def check_with_spark(self, spark: SparkSession) -> list[Finding]:
-        """See :meth:`.Source.check_with_spark`: nothing, as tables are read without the JVM."""
+        """Return no findings, since tables are read without the JVM."""
         return []
 
     def require_spark(self, spark: SparkSession) -> None:
-        """See :meth:`.Source.require_spark`: it has to reach the state, for its checkpoint."""
+        """Check that Spark can reach the state location, where its checkpoint is to be."""
         context, state = spark.sparkContext, self.pipeline.state
         jvm, configuration = context._jvm, context._jsc.hadoopConfiguration()
         try:
@@ -234,18 +233,18 @@ class PostgresSource:
         records = [sink_of(branch).record() for branch in self.pipeline.branches]
         recorded = [{target.table.label for target in record.targets} for record in records if record is not None]
         if len(recorded) < len(records):
-            return []  # a sink joins, which no live stream can do for it
+            return []  # a sink joins, and a live stream cannot provision it
         with connected(self.settings.dsn) as source:
             tables = resolve(source, self.settings.tables)
         return [table.label for table in tables if not all(table.label in labels for labels in recorded)]
 
     def provision(self, takeover: bool) -> tuple[Record, Mapping[str, Any]]:
-        """See :meth:`.Source.provision`: publication, slot, and the plan of the chunks."""
+        """Provision publication, slot, and the plan of the chunks."""
         record, found = provisioning.provision(self.pipeline, takeover)
         return record, found.as_dict()
 
     def facts(self, record: Record) -> Mapping[str, Any]:
-        """See :meth:`.Source.facts`: the slot."""
+        """Return the state of the slot."""
         with connected(self.settings.dsn) as source:
             return gate(source, self.settings, record).slot.as_dict()
 
@@ -279,7 +278,7 @@ class PostgresSource:
         return follow, lambda done: target is not None and done.applied >= target
 
     def is_finished(self, record: Record) -> bool:
-        """See :meth:`.Source.is_finished`: consistent, and its slot removed."""
+        """Return whether the copy is consistent and its slot is removed."""
         if not record.consistent:
             return False
         with connected(self.settings.dsn) as source:
@@ -295,7 +294,7 @@ class PostgresSource:
         with connected(self.settings.dsn) as source:
             found = slots.read_slot(source, self.settings.slot)
             lag_bytes, lag_seconds = (None, None) if record is None else record.lag(slots.flushed(source), time.time())
-            trouble = trouble_of(lambda: self._continues(source, records)) if judge else None
+            trouble = blocking_error(lambda: self._continues(source, records)) if judge else None
         shown = None if found is None else {**found.as_dict(), "budget": self._budget(found)}
         return SourceStatus(lag_bytes, lag_seconds, shown, trouble=trouble)
 
@@ -318,9 +317,9 @@ class PostgresSource:
         return PostgresRereads(self.pipeline)
 
     def skip(self, topic: str, partition: int, offsets: Iterable[tuple[int, int]], takeover: bool) -> NoReturn:
-        """See :meth:`.Source.skip`.
+        """Refuse to skip messages, which only topics have.
 
-        :raises ConfigError: in any case.
+        :raises ConfigError: always.
         """
         raise ConfigError(
             f"skip passes over messages of topics, and pipeline {self.pipeline.name!r} reads tables",
@@ -328,7 +327,7 @@ class PostgresSource:
         )
 
     def remove(self, takeover: bool, source_gone: bool) -> list[str]:
-        """See :meth:`.Source.remove`: slot and publication, if the pipeline has made it."""
+        """Remove the slot, and the publication if the pipeline has made it."""
         return removal.remove(self.pipeline, takeover, source_gone)
 
 

@@ -1,1 +1,1 @@
-"""A journal as a source of airflow-cdc-provider: a table of SQLite whose rows stay, and are numbered as they come."""
+"""Journal source for airflow-cdc-provider: reads an append-only SQLite table with ascending row numbers."""

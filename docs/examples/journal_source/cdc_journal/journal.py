@@ -1,4 +1,4 @@
-"""The table that is read: how it is defined, and its rows beyond a number."""
+"""Reads the definition of the table, and its rows after a given number."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _BIGINT, _TEXT = ("bigint", 20), ("text", 25)
 
 
 class Journal:
-    """A table whose rows stay as they are, with a primary key of one integer above 0 that grows with each row."""
+    """An append-only table; its primary key is one positive integer that grows with each row."""
 
     def __init__(self, settings: JournalSettings) -> None:
         self._path = settings.path
         self._name = settings.table
 
     def table(self) -> Table:
-        """The table as sinks know tables: the key is a ``bigint``, all else is text.
+        """Describe the table as sinks expect it: the key is a ``bigint``, other columns are ``text``.
 
-        :raises ConfigError: when it cannot be read as a journal.
+        :raises ConfigError: if it does not exist, or has no key of one integer.
         """
         with self._connected() as connection:
             found = connection.execute("SELECT name, type, pk FROM pragma_table_info(?)", [self._name]).fetchall()
@@ -35,7 +35,7 @@ class Journal:
         if len(keys) != 1 or keys[0][1].upper() != "INTEGER":
             raise ConfigError(
                 f"source.table: {self._path} has no table {self._name} with an INTEGER PRIMARY KEY",
-                "Name a table whose rows are numbered so.",
+                "Set `source.table` to a table with such a key.",
             )
         columns = tuple(
             Column(name, *(_BIGINT if pk else _TEXT), None, bool(pk), True, attnum=number)
@@ -44,18 +44,19 @@ class Journal:
         return Table(1, "main", self._name, columns, (keys[0][0],), "d", None, (), "r")
 
     def last(self, table: Table) -> LogPosition:
-        """The number of the last row, 0 when there is none."""
+        """Return the number of the last row; 0 if there is none."""
         with self._connected() as connection:
             found = connection.execute(f"SELECT max({_quoted(table.key[0])}) FROM {_quoted(self._name)}").fetchone()
         return LogPosition(int(found[0] or 0))
 
     def rows(self, table: Table, after: LogPosition, upto: LogPosition, limit: int) -> pa.Table:
-        """The next rows as texts, by the names ``c0``, …, in the order of their numbers.
+        """Return the next rows in the order of their numbers, as text columns ``c0``, ….
 
-        :param after: number of the last row that is known.
-        :param upto: number beyond which nothing is read.
+        :param after: number of the last row already read.
+        :param upto: number of the last row to read.
+        :param limit: maximum number of rows.
         """
-        # With the table in front: SQLite takes a quoted name that it does not find for a text.
+        # Qualify names, because SQLite treats an unknown quoted name as a string.
         texts = ", ".join(f"CAST(t.{_quoted(column.name)} AS TEXT)" for column in table.columns)
         key = f"t.{_quoted(table.key[0])}"
         query = f"SELECT {texts} FROM {_quoted(self._name)} t WHERE {key} > ? AND {key} <= ? ORDER BY {key} LIMIT ?"
@@ -66,22 +67,22 @@ class Journal:
 
     @contextmanager
     def _connected(self) -> Iterator[sqlite3.Connection]:
-        """A connection that only reads.
+        """Open a read-only connection, and close it at the end.
 
-        :raises ConnectionFailed: when the file cannot be read.
-        :raises GateClosed: when the table is defined otherwise than it was.
+        :raises ConnectionFailed: if the file cannot be read.
+        :raises GateClosed: if the definition of the table has changed.
         """
         connection = None
         try:
             connection = sqlite3.connect(f"{Path(self._path).as_uri()}?mode=ro", uri=True)
             yield connection
         except sqlite3.Error as e:
-            if getattr(e, "sqlite_errorname", "SQLITE_ERROR") == "SQLITE_ERROR":  # a query that does not fit the table
+            if getattr(e, "sqlite_errorname", "SQLITE_ERROR") == "SQLITE_ERROR":  # the query does not match the table
                 raise GateClosed(
-                    f"{self._name} in {self._path} is not what it was, or has a text that is none: {e}",
-                    "Restore the table. Without that: `airflow-cdc drop`, drop the target table, then `run`.",
+                    f"{self._name} in {self._path} has changed, or has a text that is not valid UTF-8: {e}",
+                    "Restore the table. If you cannot, run `airflow-cdc drop`, drop the target table, then `run`.",
                 ) from e
-            raise ConnectionFailed(f"{self._path} cannot be read: {e}", "Look at the file, then start again.") from e
+            raise ConnectionFailed(f"{self._path} cannot be read: {e}", "Check the file, then start again.") from e
         finally:
             if connection is not None:
                 connection.close()

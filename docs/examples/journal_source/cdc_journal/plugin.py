@@ -1,4 +1,4 @@
-"""The journal as a kind of sources: what the entry point names."""
+"""The plugin that the entry point names."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 class JournalPlugin:
-    """See ``SourcePlugin``."""
+    """The source type ``journal``; implements ``SourcePlugin``."""
 
     settings = JournalSettings
 
     def attach(self, pipeline: Pipeline) -> JournalSource:
-        """The journal of a pipeline; nothing is opened yet."""
-        from cdc_journal.source import JournalSource  # late: pyarrow is not for where Dags are parsed
+        """Return the source of a pipeline; nothing is opened yet."""
+        from cdc_journal.source import JournalSource  # late, so that parsing Dags does not import pyarrow
 
         return JournalSource(pipeline)

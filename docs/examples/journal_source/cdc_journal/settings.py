@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class JournalSettings:
-    """See ``SourceSettings``.
+    """The keys of the section; implements ``SourceSettings``.
 
-    :param path: of the database file, absolute.
+    :param path: absolute path of the database file.
     :param table: name of the table.
     """
 
@@ -29,28 +29,28 @@ class JournalSettings:
 
     @classmethod
     def parse(cls, section: Section, pipeline: str) -> Self:
-        """Take the section's keys."""
+        """Take the keys of the section."""
         return cls(path=os.path.abspath(section.take("path", as_text)), table=section.take("table", as_text))
 
     @property
     def captured(self) -> tuple[str, ...]:
-        """The table."""
+        """Return the name of the table."""
         return (self.table,)
 
     @property
     def database(self) -> None:
-        """None: a file has no name that rows could carry."""
+        """Return nothing: a file has no database name."""
 
     @property
     def secrets(self) -> Sequence[str]:
-        """None: a file has no password."""
+        """Return nothing: a file has no password."""
         return ()
 
     @property
     def spark_conf(self) -> Mapping[str, str]:
-        """Nothing: rows do not pass through the JVM."""
+        """Return nothing: rows do not pass through the JVM."""
         return {}
 
     def datasets(self, identity: Mapping[str, Any], table: Table) -> list[tuple[str, str]]:
-        """Namespace and name of the table in OpenLineage's terms."""
+        """Return the OpenLineage namespace and name of the table."""
         return [(f"sqlite:{self.path}", self.table)]

@@ -1,7 +1,7 @@
-"""The source: where each question of the contract is answered that ``ReadOnlySource`` leaves open.
+"""The source: the methods of the contract that ``ReadOnlySource`` does not implement.
 
-The position is the number of the last row that a sink has, and so the applied LSN of its commit record: a unit
-``(start, end]`` is the rows with numbers in it. Nothing else has to be noted.
+The position is the number of the last row that a sink has. It is stored as the applied LSN of the commit record. A unit
+``(start, end]`` is the rows with numbers in that interval, so nothing else has to be recorded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from airflow_cdc_provider.engine.core.stream_end import Ending
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.commit_records import existing_record, identity_of, record_if_any, sink_of
 from airflow_cdc_provider.engine.runs.progress import StreamProgress
-from airflow_cdc_provider.engine.runs.record_copy import write_ledger
+from airflow_cdc_provider.engine.runs.record_copy import write_record_copy
 from airflow_cdc_provider.engine.runs.run import Run
 from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer, require_epoch, take_epoch
 from airflow_cdc_provider.engine.runs.sink_checks import require_mode, targets_of
@@ -36,7 +36,7 @@ from airflow_cdc_provider.engine.sources.contract import (
     Reached,
     SourceStatus,
     TellTable,
-    trouble_of,
+    blocking_error,
 )
 from airflow_cdc_provider.engine.sources.read_only import ReadOnlySource
 from airflow_cdc_provider.engine.state.files import State
@@ -51,7 +51,7 @@ _LOOK_SECONDS = 1.0
 
 
 class JournalSource(ReadOnlySource):
-    """See ``Source``."""
+    """The source of one pipeline; implements ``Source``."""
 
     reads = "rows of a journal"
 
@@ -64,11 +64,11 @@ class JournalSource(ReadOnlySource):
     def _notes(self) -> dict[str, Any]:
         return {"journal": self._settings.path, "table": self._settings.table}
 
-    # -- before anything is touched -----------------------------------------------------------------
+    # -- checks -------------------------------------------------------------------------------------
 
     @contextmanager
     def checking(self, checks: Checks) -> Iterator[CheckedSource]:
-        """See ``Source.checking``."""
+        """Check the table and the modes of the sinks, see ``Source.checking``."""
         table = checks.run("source", self._journal.table, lambda found: f"{found.name} can be read as a journal.")
         checks.run("mode", self._require_mirrors)
         identity = SourceIdentity(f"sqlite {self._settings.path}", lambda name: name == self._settings.table)
@@ -79,22 +79,22 @@ class JournalSource(ReadOnlySource):
             if branch.sink.mode != "mirror":
                 raise ConfigError(
                     f"sink.mode: a journal does not fill a {branch.sink.mode}",
-                    "Use `mirror`: its rows are never changed, so that it has all that a changelog would have.",
+                    "Use `mirror`: rows of a journal never change, so a changelog would have no further events.",
                 )
         return "All sinks are mirrors."
 
     def _require_same(self, record: Record) -> None:
-        """Refuse a record that was filled from another table."""
+        """Refuse a record that was made for another table."""
         noted = noted_by("journal", record.identity)
         recorded = {name: noted[name] for name in self._notes}
         if recorded != self._notes:
             raise ConfigError(
                 f"source: {self._notes}, but the pipeline of this name has been provisioned with {recorded}",
-                "Put the source back, or use another pipeline name.",
+                "Restore the section `source`, or use another pipeline name.",
             )
 
     def require_continuation(self, records: Sequence[Record]) -> str:
-        """See ``Source.require_continuation``: rows stay, so the last one that the sinks have is still there."""
+        """Check that the table is unchanged, and still has the last row that the sinks have."""
         table = self._journal.table()
         last = self._journal.last(table)
         for record in records:
@@ -104,19 +104,19 @@ class JournalSource(ReadOnlySource):
                 names = [", ".join(column.name for column in each.columns) for each in (table, target.table)]
                 raise GateClosed(
                     f"the table {table.name} has the columns {names[0]}, but the target was made for {names[1]}",
-                    "Put them back. Without that: `airflow-cdc drop`, drop the target table, then `run`.",
+                    "Restore the columns. If you cannot, run `airflow-cdc drop`, drop the target table, then `run`.",
                 )
             if last < record.applied:
                 raise GateClosed(
                     f"{self._settings.path} ends at row {last}, but the sink was filled from it up to {record.applied}",
-                    "Restore the file. Without that: `airflow-cdc drop`, empty or drop the target table, then `run`.",
+                    "Restore the file. If you cannot: `airflow-cdc drop`, empty or drop the target table, then `run`.",
                 )
-        return "The journal goes on where the sinks are."
+        return "The journal has all rows that the sinks have, and can continue."
 
     # -- commands -----------------------------------------------------------------------------------
 
     def provision(self, takeover: bool) -> tuple[Record, Mapping[str, Any]]:
-        """See ``Source.provision``: the target table and a record that begins before the first row."""
+        """Create target tables and records that begin before the first row, and take the epoch."""
         pipeline, state = self.pipeline, State(self.pipeline.state)
         record = record_if_any(pipeline)
         refuse_second_writer(state, record.epoch if record else 0, None, takeover)
@@ -131,11 +131,11 @@ class JournalSource(ReadOnlySource):
         epoch = take_epoch(pipeline, state, takeover)
         record = existing_record(pipeline)
         require_epoch(record, epoch)
-        write_ledger(pipeline, state, record)
+        write_record_copy(pipeline, state, record)
         return record, {}
 
     def follower(self, record: Record, ending: Ending) -> tuple[Follow, Reached]:
-        """See ``Source.follower``."""
+        """Return a function that follows the table, and one that returns whether the end is reached."""
         (target,) = record.targets
         goal = ending.lsn
         if ending.caught_up:
@@ -151,7 +151,7 @@ class JournalSource(ReadOnlySource):
     def _follow(
         self, run: Run, target: Target, goal: LogPosition | None, tell: Callable[[StreamProgress], None]
     ) -> StreamProgress:
-        """Bring rows into all sinks, a unit at a time, until the goal is reached or the run is asked to stop."""
+        """Write rows to all sinks, unit by unit, until the goal is reached or the run is asked to stop."""
         run.commit_record.sweep(run.epoch)
         records = {branch: existing_record(branch.pipeline) for branch in run.branches}
         self.require_continuation(list(records.values()))
@@ -169,29 +169,29 @@ class JournalSource(ReadOnlySource):
                 done = done.plus(told)
                 run.lag.advance(done.applied)
             elif goal is not None:
-                break  # a number that no row has yet
+                break  # no row has this number yet
             else:
                 with run.commit_record.fenced(run.epoch):
-                    pass  # still ours
+                    pass  # the epoch is still ours
                 self.require_continuation([existing_record(branch.pipeline) for branch in run.branches])
                 run.wait(max(self.pipeline.stream.trigger, _LOOK_SECONDS))
             tell(done)
         return done
 
     def status(self, record: Record | None, records: Sequence[Record], judge: bool) -> SourceStatus:
-        """See ``Source.status``: the last row that there is."""
+        """Return the number of the last row, and why the source cannot continue, if so."""
         facts: dict[str, Any] = {}
 
         def look() -> None:
             facts["last_row"] = self._journal.last(self._journal.table())
 
-        trouble = trouble_of(look)
+        trouble = blocking_error(look)
         if trouble is None and judge:
-            trouble = trouble_of(lambda: self.require_continuation(records))
+            trouble = blocking_error(lambda: self.require_continuation(records))
         return SourceStatus(facts=facts, trouble=trouble)
 
     def verify(self, live: bool, tell: TellTable) -> dict[str, Any]:
-        """See ``Source.verify``: rows up to where the record is, text by text; a stream may go on meanwhile."""
+        """Compare the texts of all rows up to the applied position; a stream may run meanwhile."""
         results = []
         for branch in self.pipeline.branches:
             record = existing_record(branch)
@@ -223,7 +223,7 @@ def _bring(
     numbers: np.ndarray[Any, np.dtype[np.int64]],
     applied: dict[Run, LogPosition],
 ) -> None:
-    """Stage and commit a unit in one sink, from where that is: after a crash it may have more than another."""
+    """Stage and commit a unit in one sink from its own position: after a crash, sinks may differ in position."""
     start, end = applied[branch], LogPosition(int(numbers[-1]))
     if end <= start:
         return
@@ -237,7 +237,7 @@ def _bring(
 
 
 def _numbers(rows: pa.Table, target: Target) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The numbers of rows."""
+    """Return the key of each row."""
     key = [column.name for column in target.table.columns].index(target.table.key[0])
     return np.array([int(text) for text in rows[f"c{key}"].to_pylist()], dtype=np.int64)
 

@@ -1,1 +1,1 @@
-"""SQLite as a sink of airflow-cdc-provider: mirrors in one database file."""
+"""SQLite sink for airflow-cdc-provider: keeps mirrors in one database file."""

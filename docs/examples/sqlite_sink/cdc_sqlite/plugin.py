@@ -1,4 +1,4 @@
-"""SQLite as a kind of sinks: what the entry point names."""
+"""The plugin that the entry point names."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class SqlitePlugin:
-    """See ``SinkPlugin``."""
+    """The sink type ``sqlite``; implements ``SinkPlugin``."""
 
     settings = SqliteSettings
 
     def open(self, settings: SqliteSettings, pipeline: str, part: str = "") -> SqliteSink:
-        """The place of a pipeline in the file; SQLite has no sessions that could carry the part's name."""
-        from cdc_sqlite.sink import SqliteSink  # late: pyarrow is not for where Dags are parsed
+        """Return the sink of a pipeline; ``part`` is unused, as SQLite has no session names."""
+        from cdc_sqlite.sink import SqliteSink  # late, so that parsing Dags does not import pyarrow
 
         return SqliteSink(settings.path, pipeline)
 
@@ -37,35 +37,35 @@ class SqlitePlugin:
         targets: Sequence[Target] | None,
         source: SourceIdentity | None,
     ) -> None:
-        """Look at the file and the names, changing nothing."""
+        """Check the file and the names without changing anything."""
         checks.run("sink", partial(_usable, Path(settings.path)))
         checks.run("sink names", partial(_names, targets or ()))
 
 
 def _usable(path: Path) -> str:
     if not path.parent.is_dir():
-        raise ConfigError(f"sink.path: there is no folder {path.parent}", "Create it, or give another path.")
-    # SQLite makes two more files beside its own.
+        raise ConfigError(f"sink.path: there is no folder {path.parent}", "Create it, or set another path.")
+    # SQLite creates two more files next to the database file.
     if not all(os.access(each, os.W_OK) for each in (path.parent, path) if each.exists()):
-        raise MissingPrivilege(f"{path} or its folder cannot be written", "Let the pipeline's user write both.")
+        raise MissingPrivilege(f"{path} or its folder cannot be written", "Let the pipeline's user write to both.")
     if path.is_file() and path.stat().st_size and not _begins(path):
-        raise ConnectionFailed(f"{path} is no SQLite database", "Give sink.path another file.")
+        raise ConnectionFailed(f"{path} is not an SQLite database", "Point `sink.path` to another file.")
     return f"sink {path} can be written."
 
 
 def _names(targets: Sequence[Target]) -> str:
-    """SQLite takes names for one that differ in case only."""
+    """Refuse names that differ in case only, because SQLite treats them as equal."""
     tables = [target.table for target in targets]
     for table in tables:
         if len({column.name.lower() for column in table.columns}) < len(table.columns):
             raise ConfigError(
-                f"source.tables: columns of {table.label} have names that differ in case only, which are one to SQLite",
-                "Leave all of them but one out with `columns`.",
+                f"source.tables: columns of {table.label} have names that differ in case only, and SQLite ignores case",
+                "Select only one of them with `columns`.",
             )
     if len({table.label.lower() for table in tables}) < len(tables):
         raise ConfigError(
-            "source.tables: names of tables differ in case only, which are one to SQLite",
-            "Copy one of them in another pipeline, with another sink.schema.",
+            "source.tables: names of tables differ in case only, and SQLite ignores case",
+            "Copy one of them in another pipeline with a different `sink.schema`.",
         )
     return "SQLite can tell all names apart."
 

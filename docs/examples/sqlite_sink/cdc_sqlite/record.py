@@ -1,4 +1,4 @@
-"""The commit record: tables beside the targets in the one file, so that data and record are committed together."""
+"""The commit record: tables in the same file as the targets, so that one transaction commits data and record."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class SqliteRecord(TransactionalSink[sqlite3.Connection]):
 
     @contextmanager
     def _writing(self, rehearsal: bool = False) -> Iterator[sqlite3.Connection]:
-        """A transaction that no other writer is beside of, in which the record's tables are there."""
+        """Begin the only writing transaction, and create the record's tables if they do not exist."""
         with self._transaction(rehearsal) as connection:
             connection.execute("BEGIN IMMEDIATE")
             for statement in _TABLES:
@@ -69,7 +69,7 @@ class SqliteRecord(TransactionalSink[sqlite3.Connection]):
             yield connection
 
     def _begin(self, tx: sqlite3.Connection, epoch: int, lock: Lock) -> LogPosition:
-        """The whole file is locked, whatever is asked for: none can take the epoch until the transaction ends."""
+        """Lock the whole file, whichever lock is asked for: no run can take the epoch until the transaction ends."""
         tx.execute("BEGIN IMMEDIATE")
         return self._fence(tx, epoch, lock)
 
@@ -80,7 +80,7 @@ class SqliteRecord(TransactionalSink[sqlite3.Connection]):
         found: tuple[int, LogPosition] | None = tx.execute(query, [self.pipeline]).fetchone()
         return found
 
-    # -- beginning ---------------------------------------------------------------------------------
+    # -- provisioning ------------------------------------------------------------------------------
 
     def _prepare(
         self,
@@ -98,7 +98,7 @@ class SqliteRecord(TransactionalSink[sqlite3.Connection]):
             )
             if not begun.rowcount:
                 raise provisioned_meanwhile(self.pipeline)
-            self._forget_all(connection)  # what a lost record has left is of another slot
+            self._forget_all(connection)  # leftovers of a lost record belong to another slot
             self._enter(connection, targets, chunks, ours)
             failpoint("before-plan")
 
@@ -115,7 +115,7 @@ class SqliteRecord(TransactionalSink[sqlite3.Connection]):
         start: LogPosition,
         rehearsal: bool = False,
     ) -> None:
-        """See ``Sink.restart``."""
+        """Record all tables as unfinished chunks from a new start, see ``Sink.restart``."""
         with self._fenced(epoch, "alone", rehearsal) as (connection, _):
             ours = [target.table.label for target in targets if self._owner(connection, target)]
             self._forget_all(connection)
@@ -159,16 +159,16 @@ class SqliteRecord(TransactionalSink[sqlite3.Connection]):
             )
 
     def _owner(self, connection: sqlite3.Connection, target: Target) -> bool:
-        """Whether a target table is recorded as that of its source table.
+        """Return whether the record assigns a target table to its source table.
 
-        :raises ForeignTable: when it is recorded as another one's.
+        :raises ForeignTable: if it belongs to another source table or another pipeline.
         """
         query = "SELECT pipeline, label FROM airflow_cdc_tables WHERE place = ?"
         found = connection.execute(query, [place(target)]).fetchone()
         if found not in (None, (self.pipeline, target.table.label)):
             raise ForeignTable(
                 f"the table {place(target)} belongs to {found[1]} of pipeline {found[0]!r}",
-                "Give this pipeline another target schema (`sink.schema`), or drop the other one.",
+                "Set another target schema (`sink.schema`) for this pipeline, or drop the other pipeline.",
             )
         return found is not None
 
@@ -180,16 +180,16 @@ class SqliteRecord(TransactionalSink[sqlite3.Connection]):
     # -- reading -----------------------------------------------------------------------------------
 
     def identity(self) -> Mapping[str, Any]:
-        """See ``Sink.identity``: a number that the file gets when it is first written to."""
+        """Return the random number that the file gets when it is first written to."""
         with self._writing() as connection:
             return {"file": connection.execute("SELECT id FROM airflow_cdc_store").fetchone()[0]}
 
     def record(self) -> Record | None:
-        """See ``Sink.record``."""
-        if not Path(self.path).exists():  # to connect would create it
+        """Return the commit record; ``None`` if there is none."""
+        if not Path(self.path).exists():  # connecting would create it
             return None
         with connected(self.path) as connection:
-            connection.execute("BEGIN")  # one state of all tables
+            connection.execute("BEGIN")  # reads all tables in one state
             if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'airflow_cdc_pipelines'").fetchone():
                 return None
             query = "SELECT epoch, applied, advanced, identity FROM airflow_cdc_pipelines WHERE pipeline = ?"
@@ -218,7 +218,7 @@ class SqliteRecord(TransactionalSink[sqlite3.Connection]):
         }
 
     def missing(self, targets: Sequence[Target]) -> tuple[Target, ...]:
-        """See ``Sink.missing``."""
+        """Return the targets whose table no longer exists."""
         with connected(self.path) as connection:
             return tuple(target for target in targets if not SqliteTable(connection, target).columns)
 
@@ -228,16 +228,17 @@ class SqliteRecord(TransactionalSink[sqlite3.Connection]):
         with self._writing() as connection:
             query = "SELECT epoch FROM airflow_cdc_pipelines WHERE pipeline = ?"
             ((last,),) = connection.execute(query, [self.pipeline])
-            # By the clock, so that no epoch comes twice where the file is restored from a copy.
+            # The clock keeps epochs unique even if the file is restored from a copy.
             epoch = max(int(last) + 1, int(time.time() * 1000), at_least)
             update = "UPDATE airflow_cdc_pipelines SET owner = ?, epoch = ? WHERE pipeline = ?"
             connection.execute(update, [owner, epoch, self.pipeline])
         return epoch
 
     def end_sessions(self) -> None:
-        """See ``Sink.end_sessions``: nobody can be ended, but whoever commits ends, and is waited for.
+        """Wait until the current writer has committed, because SQLite cannot end another process's session.
 
-        A task that has yet to commit its chunk may do so later: once, and if the record still has it unfinished.
+        A task that has not committed its chunk yet may still do so later: once, and only while the chunk is recorded as
+        unfinished.
         """
         with self._writing():
             pass
@@ -251,10 +252,10 @@ class SqliteRecord(TransactionalSink[sqlite3.Connection]):
         update = "UPDATE airflow_cdc_pipelines SET identity = ? WHERE pipeline = ?"
         tx.execute(update, [json.dumps(noted), self.pipeline])
 
-    # -- the end -----------------------------------------------------------------------------------
+    # -- removal -----------------------------------------------------------------------------------
 
     def drop(self) -> None:
-        """See ``Sink.drop``."""
+        """Remove the commit record, everything staged and all deposits; target tables stay."""
         if not Path(self.path).exists():
             return
         with self._writing() as connection:
@@ -264,7 +265,7 @@ class SqliteRecord(TransactionalSink[sqlite3.Connection]):
 
     @property
     def _staged(self) -> str:
-        """What names of staging tables begin with: no pipeline's name has a space, and no target's lacks a dot."""
+        """Return the prefix of staging tables: pipeline names have no space, and names of targets have a dot."""
         return f"airflow_cdc_stage {self.pipeline} "
 
     def _sweep(self, tx: sqlite3.Connection) -> None:

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SqliteSettings:
-    """See ``SinkSettings``; ``path`` is that of the database file, absolute."""
+    """The keys of the section; implements ``SinkSettings``.
+
+    :param path: absolute path of the database file.
+    """
 
     path: str
     mode: Literal["mirror"] = "mirror"
@@ -24,7 +27,7 @@ class SqliteSettings:
 
     @classmethod
     def parse(cls, section: Section) -> Self:
-        """Take the section's keys; a mode that the sink lacks is refused by its name."""
+        """Take the keys of the section; refuse a mode other than ``mirror``."""
         section.take("mode", one_of("mirror"), "mirror")
         return cls(
             path=os.path.abspath(section.take("path", as_text)),
@@ -33,19 +36,19 @@ class SqliteSettings:
 
     @property
     def place(self) -> str:
-        """The file, for messages."""
+        """Return the file's path, for messages."""
         return self.path
 
     @property
     def secrets(self) -> Sequence[str]:
-        """None: a file has no password."""
+        """Return nothing: a file has no password."""
         return ()
 
     @property
     def spark_conf(self) -> Mapping[str, str]:
-        """Nothing: rows do not pass through the JVM."""
+        """Return nothing: rows do not pass through the JVM."""
         return {}
 
     def dataset(self, pipeline: str, schema: str, name: str) -> tuple[str, str]:
-        """Namespace and name of a target table in OpenLineage's terms."""
+        """Return the OpenLineage namespace and name of a target table."""
         return f"sqlite:{self.path}", f"{schema}.{name}"

@@ -1,4 +1,4 @@
-"""The sink: the SQL of chunks and re-reads, of units, and what is compared; the base class has the protocol."""
+"""The sink: SQL for chunks, re-reads, units and comparison. The base class implements the protocol."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from typing import NoReturn
 import pyarrow as pa
 
 from airflow_cdc_provider.engine.comparison.fetched_side import row_sides
-from airflow_cdc_provider.engine.comparison.side import Key, Sides
+from airflow_cdc_provider.engine.comparison.side import RowKey, Sides
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.effect import Effect
 from airflow_cdc_provider.engine.core.errors import ConfigError, UnknownTable
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.core.record import ChunkRecord, Target
+from airflow_cdc_provider.engine.core.source_rows import SourceRows
 from airflow_cdc_provider.engine.postgres.connection import Connection
 from airflow_cdc_provider.engine.sinks.staged import Staged
 from airflow_cdc_provider.engine.sinks.transactional.reads import Destination, PendingRead
@@ -33,7 +34,7 @@ _PAGE_ROWS = 250
 
 @dataclass(frozen=True)
 class SqliteSink(SqliteRecord):
-    """A pipeline's place in a database file."""
+    """The sink of one pipeline in a database file."""
 
     # -- chunks and re-reads -----------------------------------------------------------------------
 
@@ -44,7 +45,7 @@ class SqliteSink(SqliteRecord):
     def _choose_destination(
         self, tx: sqlite3.Connection, epoch: int, read: PendingRead[sqlite3.Connection], applied: LogPosition
     ) -> Destination:
-        """All rows are brought aside: while they are read, the file is anybody's."""
+        """Load all rows aside, so that other processes can write to the file while rows are read."""
         tx.rollback()
         return Destination("loaded", applied)
 
@@ -53,10 +54,10 @@ class SqliteSink(SqliteRecord):
         tx: sqlite3.Connection,
         read: PendingRead[sqlite3.Connection],
         destination: Destination,
-        batches: Iterator[pa.RecordBatch],
+        rows: SourceRows,
     ) -> int:
         failpoint("before-chunk-staged")
-        return SqliteTable(tx, read.target).load(_columns(batches))
+        return SqliteTable(tx, read.target).load(_columns(rows.batches()))
 
     @contextmanager
     def _take_place(
@@ -110,20 +111,20 @@ class SqliteSink(SqliteRecord):
             )
 
     def check_condition(self, target: Target, where: str) -> NoReturn:
-        """See ``Sink.check_condition``: text compares otherwise than numbers and dates, so none would be told right."""
+        """Refuse every condition: text does not compare like numbers and dates, so it would match the wrong rows."""
         raise ConfigError(
-            f"--where {where!r} cannot be told of the rows of {place(target)}, whose values are all text",
-            "Leave --where out: the table is then read again whole.",
+            f"--where {where!r} cannot be evaluated in {place(target)}, because all values there are text",
+            "Leave out `--where` to read the whole table again.",
         )
 
     def matching_keys(self, target: Target, where: str) -> frozenset[tuple[str, ...]]:
-        """See ``Sink.matching_keys``."""
+        """Refuse every condition, as :meth:`check_condition`."""
         self.check_condition(target, where)
 
     # -- units of the stream -----------------------------------------------------------------------
 
     def _write_deposit(self, tx: sqlite3.Connection, name: str, data: bytes | bytearray) -> None:
-        """In fragments, as a value of SQLite's has a limit."""
+        """Write a deposit in fragments, because SQLite limits the size of a value."""
         whole = memoryview(data)
         tx.executemany(
             "INSERT INTO airflow_cdc_deposits VALUES (?, ?, ?, ?)",
@@ -148,7 +149,7 @@ class SqliteSink(SqliteRecord):
             tx.execute(f"{delete} AND name = ?", [self.pipeline, name])
 
     def _stage(self, tx: sqlite3.Connection, epoch: int, attempt: str, effects: Sequence[Effect]) -> Sequence[Staged]:
-        """A table for each effect, with the columns that the engine gives it."""
+        """Create a table for each effect with rows, with the columns of the effect."""
         staged = []
         for number, effect in enumerate(effects):
             names, relation = tuple(effect.rows.column_names), None
@@ -191,7 +192,7 @@ class SqliteSink(SqliteRecord):
 
     @contextmanager
     def compared(self, source: Connection, target: Target) -> Iterator[Sides]:
-        """See ``Sink.compared``."""
+        """Open both sides of a comparison of one table, see ``Sink.compared``."""
         with connected(self.path) as connection:
             present = SqliteTable(connection, target).columns
         lacking = [column.name for column in target.table.columns if column.name not in present]
@@ -203,12 +204,12 @@ class SqliteSink(SqliteRecord):
         with row_sides(source, target, self.mode, self.rows) as sides:
             yield sides
 
-    def rows(self, target: Target, keys: Sequence[Key] | None) -> Iterator[pa.RecordBatch]:
-        """All rows of a target, or those at some keys, in one statement and so of one moment."""
+    def rows(self, target: Target, keys: Sequence[RowKey] | None) -> Iterator[pa.RecordBatch]:
+        """Yield all rows of a target, or those at some keys; one statement reads them all in one state."""
         names = [column.name for column in target.table.columns]
         query = f"SELECT {listed(names)[1:-1]} FROM {quoted(place(target))}"
         values: list[str | None] = []
-        if keys is not None and target.table.key:  # without a key all are read, and the engine chooses
+        if keys is not None and target.table.key:  # without a key, read all rows; the engine selects
             tuples = ", ".join([marks(len(target.table.key))] * len(keys))
             query += f" WHERE {listed(target.table.key)} IN (VALUES {tuples})"
             values = [text for key in keys for text in key]

@@ -1,4 +1,4 @@
-"""Target tables: every column is text, holding what Postgres writes, so that nothing is lost and equality is plain."""
+"""Target tables: columns store the text that Postgres writes, so nothing is lost and equal texts are equal values."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from cdc_sqlite.store import listed, marks, quoted
 
 
 def place(target: Target) -> str:
-    """The name of a target table: SQLite has no schemas, and files of a schema each would not commit as one."""
+    """Return ``schema.name``: SQLite has no schemas, and one file per schema would break atomic commits."""
     return f"{target.schema}.{target.name}"
 
 
 class SqliteTable(TargetTable):
-    """What is done to one target table, in the transaction of ``connection``."""
+    """One target table, changed in the transaction of ``connection``."""
 
     def __init__(self, connection: sqlite3.Connection, target: Target) -> None:
         self.mode = "mirror"
@@ -35,13 +35,14 @@ class SqliteTable(TargetTable):
 
     @property
     def columns(self) -> list[str]:
-        """Names of the columns that the table has; none when it does not exist."""
+        """Return the names of the table's columns; empty if the table does not exist."""
         return [name for (name,) in self._run("SELECT name FROM pragma_table_info(?)", [place(self._target)])]
 
     def accept(self, ours: bool) -> None:
-        """Create the table, or accept one that is there and, if it is not ours, is as we would make it, and empty.
+        """Create the table, or accept an existing one.
 
-        :raises ForeignTable: when it is not.
+        :param ours: whether the table belongs to this pipeline; if not, it must be empty and have our definition.
+        :raises ForeignTable: if it is not ours, and has rows or another definition.
         """
         definitions = [f"{quoted(name)} TEXT" for name in self._names]
         if self._key:
@@ -52,24 +53,24 @@ class SqliteTable(TargetTable):
         rows = f"SELECT 1 FROM {self._table} LIMIT 1"
         if found is not None and not ours and (found != (wanted,) or self._run(rows).fetchone()):
             raise ForeignTable(
-                f"the table {place(self._target)} exists, and is not an empty one as the pipeline would make it",
-                "Drop or rename it, or give the pipeline another target schema (`sink.schema`).",
+                f"the table {place(self._target)} exists, and has rows or a definition that is not this pipeline's",
+                "Drop or rename it, or set another target schema (`sink.schema`).",
             )
-        if found != (wanted,):  # of another definition: the rows are about to be replaced
+        if found != (wanted,):  # the definition differs, and all rows are about to be replaced
             self._run(f"DROP TABLE IF EXISTS {self._table}")
             self._run(wanted)
 
     def redefine(self, before: Target) -> None:
-        """Drop and add columns; whatever else has changed takes the rows.
+        """Drop and add columns.
 
-        :raises RowsNeeded: when that is so.
-        :raises CannotFollow: when something at the target depends on a column.
+        :raises RowsNeeded: if any other change requires reading the rows again.
+        :raises CannotFollow: if an object in the target database depends on a column.
         """
         change = redefinition(before.table, self._target.table)
         if change.renamed or change.retyped or change.replaced or change.key:
-            raise RowsNeeded(f"only the source knows the values of {place(self._target)}")
+            raise RowsNeeded(f"the values of {place(self._target)} have to be read from the source")
         if set(self.columns) != {column.name for column in before.table.columns}:
-            raise RowsNeeded(f"somebody has changed the columns of {place(self._target)}")
+            raise RowsNeeded(f"the columns of {place(self._target)} were changed at the target")
         try:
             for name in change.dropped:
                 self._run(f"ALTER TABLE {self._table} DROP COLUMN {quoted(name)}")
@@ -79,15 +80,15 @@ class SqliteTable(TargetTable):
         except sqlite3.OperationalError as e:
             raise CannotFollow(
                 f"the table {place(self._target)} cannot be changed as {self._target.table.label} was: {e}",
-                "Remove what stands in the way at the target, then start again.",
+                "Remove the dependent object at the target, then start again.",
             ) from e
 
-    # -- rows that are read ------------------------------------------------------------------------
+    # -- rows read from the source -----------------------------------------------------------------
 
     def load(self, batches: Iterable[Sequence[Sequence[str | None]]]) -> int:
-        """Put rows beside the target, in a table of this connection's own, which locks nothing.
+        """Load rows into a temporary table of this connection, which locks nothing, and return how many.
 
-        :param batches: column by column.
+        :param batches: each a list of columns.
         """
         self._run(f"CREATE TEMP TABLE loaded {self._places()}")
         self._run("BEGIN")
@@ -97,11 +98,11 @@ class SqliteTable(TargetTable):
         return int(self._run("SELECT count(*) FROM loaded").fetchone()[0])
 
     def take_loaded(self) -> None:
-        """Insert the rows that have been loaded."""
+        """Insert the loaded rows into the target."""
         self._run(f"INSERT INTO {self._table} {listed(self._names)} SELECT * FROM loaded")
 
     def delete(self, keys: frozenset[tuple[str, ...]] | None) -> None:
-        """Delete the rows with the given keys, all rows when ``None``."""
+        """Delete the rows with the given keys, or all rows if ``None``."""
         if keys is None:
             self._run(f"DELETE FROM {self._table}")
         else:
@@ -109,15 +110,15 @@ class SqliteTable(TargetTable):
             self._run_many(f"DELETE FROM {self._table} WHERE {condition}", keys)
 
     def _places(self, chosen: Sequence[int] | None = None, prefix: str = "") -> str:
-        """The columns c0, … as the engine numbers them: a list, or a row of their values."""
+        """Return the engine's columns ``c0``, … as a column list or as a row of their values."""
         return listed([f"c{i}" for i in (range(len(self._names)) if chosen is None else chosen)], prefix)
 
-    # -- rows that are staged ----------------------------------------------------------------------
+    # -- staged rows -------------------------------------------------------------------------------
 
     def apply_mirror(self, staged: Staged) -> None:
-        """See ``TargetTable.apply_mirror``."""
+        """Delete the rows at all staged keys, then insert the staged rows that are not ``erased``."""
         stage = quoted(str(staged.relation))
-        # All keys are freed before the first is taken: a row may have moved to where another was.
+        # Free all keys before inserting, because a row may take the key that another row had.
         self._run(
             f"DELETE FROM {self._table} WHERE {listed(self._target.table.key)}"
             f" IN (SELECT {self._places(self._key)[1:-1]} FROM {stage})"
@@ -128,7 +129,7 @@ class SqliteTable(TargetTable):
         )
 
     def fill_missing(self, staged: Staged) -> set[tuple[str, ...]]:
-        """See ``TargetTable.fill_missing``."""
+        """Copy values that were not sent from the target; return the keys of rows that the target lacks."""
         stage = quoted(str(staged.relation))
         unsent = "replace(replace(s.missing, '{', ','), '}', ',')"  # ,1,3,
         values = [
@@ -145,7 +146,7 @@ class SqliteTable(TargetTable):
         return set(self._run(query).fetchall())
 
     def apply_counted(self, staged: Staged) -> None:
-        """See ``TargetTable.apply_counted``: the copies of each row are brought to their new number."""
+        """Add or remove copies of rows in a table without a key."""
         stage = quoted(str(staged.relation))
         insert = f"INSERT INTO {self._table} {listed(self._names)} VALUES {marks(len(self._names))}"
         equal = f"{listed(self._names)} IS {marks(len(self._names))}"
@@ -153,8 +154,8 @@ class SqliteTable(TargetTable):
             there = 0 if count > 0 else self._run(f"DELETE FROM {self._table} WHERE {equal}", row).rowcount
             if there + count < 0:
                 raise TargetConflict(
-                    f"the table {place(self._target)} lacks rows that {self._target.table.label} has lost: something"
-                    " else has changed it",
+                    f"the table {place(self._target)} lacks rows that {self._target.table.label} has deleted, because"
+                    " another process has changed it",
                     f"Run `airflow-cdc resnapshot --table {self._target.table.label}`, then start again.",
                 )
             self._run_many(insert, repeat(row, there + count))

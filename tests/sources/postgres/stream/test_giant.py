@@ -1,9 +1,9 @@
 """Transactions larger than any buffer, and rows as large as the heap, pass with bounded memory.
 
-A transaction is passed, and then one of four times its size: no process may need more for it. By default both are many
-times the batch, so that a process which holds the larger one once breaks the bound. The full size, 5 M rows and 1 GB of
-values with the default batch, and a row of 900 MiB, is for the asking: ``AIRFLOW_CDC_GIANT=full`` and ``-s`` to see the
-figures.
+A transaction is passed, and then one of four times its size: no process may need more memory for it. By default both
+are many times larger than the batch, so that a process that holds the larger one exceeds the bound. The full size (5
+million rows and 1 GB of values with the default batch, and a row of 900 MiB) runs with ``AIRFLOW_CDC_GIANT=full``;
+``-s`` shows the figures.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ FULL = os.environ.get("AIRFLOW_CDC_GIANT") == "full"
 SECONDS = 3000.0
 BATCH = 64 << 20 if FULL else 4 << 20
 MIB = 1 << 20
-# A JVM fills its heap before it collects, so what bounds it is that: what it held beside would show in its size.
+# A JVM fills its heap before it collects, so the heap is its bound: memory outside the heap would show in its size.
 HEAP = 1024 if FULL else 480
 JVM = (HEAP + 400) * MIB
-# What a process may grow by from the smaller transaction to the larger, which has at least twice as much more.
+# Allowed growth of a process from the smaller transaction to the larger, which exceeds it by at least twice as much.
 GROWTH = {"driver": 40 * MIB, "reader": 40 * MIB + BATCH, "worker": 40 * MIB + BATCH}
 
-NARROW = 5_000_000 if FULL else 600_000
+# Rows of a kilobyte, where not the full size is asked for: fewer rows of as many bytes take less time.
+NARROW = (5_000_000, 2) if FULL else (120_000, 32)
 WIDE = 1000
 VALUE = (900 if FULL else 128) * MIB
-CASES = {"narrow rows": (NARROW, 2)} | ({"wide values": (WIDE, 32768)} if FULL else {})
-"""How many rows there are, and how often 32 bytes are repeated in each."""
+CASES = {"many rows": NARROW} | ({"wide values": (WIDE, 32768)} if FULL else {})
+"""Number of rows, and number of repetitions of 32 bytes in each."""
 
 
 class Peaks(threading.Thread):
-    """The largest resident size that a process of each kind reaches, while a command runs."""
+    """The largest resident size of a process of each kind while a command runs."""
 
     def __init__(self, command: Command) -> None:
         super().__init__(name="peaks", daemon=True)
@@ -82,7 +83,7 @@ class Peaks(threading.Thread):
 @pytest.fixture
 def pipeline(databases: Databases, tmp_path: Path) -> Iterator[PipelineUnderTest]:
     made = PipelineUnderTest(tmp_path, databases, ["public.t"], stream={"max_batch_bytes": BATCH})
-    # Without the archive of classes, which is mapped into the JVM and would count as its memory.
+    # Without the archive of classes, which would count as memory of the JVM because it is mapped.
     plain = {"spark.driver.extraJavaOptions": JVM_OPTIONS, "spark.driver.memory": f"{HEAP}m"}
     made.change(spark={"conf": {**made.document["spark"]["conf"], **plain}})
     made.source("CREATE TABLE public.t (id int PRIMARY KEY, v text)")
@@ -129,8 +130,8 @@ def stream_until_caught_up(pipeline: PipelineUnderTest) -> Counter[str]:
 
 @pytest.mark.thorough
 def test_a_row_that_the_heap_could_not_hold(pipeline: PipelineUnderTest) -> None:
-    """It does not pass through the JVM, and what a job that was killed has deposited is removed."""
-    pipeline.source("ALTER TABLE public.t ALTER v SET STORAGE EXTERNAL")  # to compress it would take long
+    """It does not pass through the JVM, and what a killed job has deposited is removed."""
+    pipeline.source("ALTER TABLE public.t ALTER v SET STORAGE EXTERNAL")  # compression would take long
     pipeline.provision()
     pipeline.copy()
     pipeline.source(f"INSERT INTO public.t SELECT 1, repeat(md5('1'), {VALUE >> 5})")
@@ -144,17 +145,17 @@ def test_a_row_that_the_heap_could_not_hold(pipeline: PipelineUnderTest) -> None
     query = "SELECT id, length(v), md5(v) FROM public.t"
     assert pipeline.target_rows(query) == pipeline.source_rows(query) != []
     assert pipeline.target_rows(deposits) == []
-    # The reader has it in libpq's buffer, as a message, and joined with what stands before it in its block.
-    # Python with its libraries takes 150 to 200 MiB before it has seen a row.
+    # The reader has it in libpq's buffer, as a message, and joined with preceding messages in its block.
+    # Python with its libraries takes 150 to 200 MiB before it reads a row.
     bounds = {"driver": 400 * MIB, "jvm": JVM, "reader": 400 * MIB + 3 * VALUE, "worker": 400 * MIB + 2 * VALUE}
     assert {kind: peak for kind, peak in peaks.items() if peak > bounds[kind]} == {}
 
 
 @pytest.mark.thorough
 def test_a_batch_that_the_heap_cannot_hold_ends_the_job(pipeline: PipelineUnderTest) -> None:
-    """It does not hang in a JVM that has lost threads, and goes on from where it was with smaller batches."""
+    """It does not hang in a JVM that has lost threads, and continues at its position with smaller batches."""
     conf = pipeline.document["spark"]["conf"]
-    # Where tasks run elsewhere, pieces pass through the JVM.
+    # If tasks run on other machines, pieces pass through the JVM.
     elsewhere = {"master": "local-cluster[1,1,1024]", "conf": {**conf, "spark.driver.memory": "480m"}}
     pipeline.change(spark=elsewhere, stream={"max_batch_bytes": 1 << 30})
     pipeline.provision()

@@ -1,4 +1,4 @@
-"""Staging in the tasks that read: when it is done there, when behind them, and what of it can be seen from outside."""
+"""Staging in the tasks that read: when it happens there, when in later tasks, and how this shows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyspark.sql.classic.dataframe import DataFrame
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
 from airflow_cdc_provider.engine.sinks.staged import StagedPiece
-from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import Handout
+from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import InlineStaging
 from tests.conftest import Databases
 from tests.support.pipelines import PipelineUnderTest
 
@@ -30,7 +30,7 @@ CHANGES = {
 
 
 def copied(databases: Databases, directory: Path, cores: int) -> PipelineUnderTest:
-    """A pipeline of an empty table, whose Spark runs on some cores and writes an :func:`event_log`."""
+    """Return a pipeline of an empty table, whose Spark runs on some cores and writes an :func:`event_log`."""
     (directory / "events").mkdir()
     conf = {"spark.eventLog.enabled": "true", "spark.eventLog.compress": "false"}
     conf |= {"spark.eventLog.dir": f"file://{directory}/events"}
@@ -42,7 +42,7 @@ def copied(databases: Databases, directory: Path, cores: int) -> PipelineUnderTe
 
 
 def event_log(directory: Path) -> list[str]:
-    """The events, each as JSON; without the checksums that Hadoop puts beside them."""
+    """Return the events, each as JSON, without the checksum files that Hadoop writes next to them."""
     logs = [path for path in (directory / "events").rglob("[!.]*") if path.is_file()]
     return [line for path in logs for line in path.read_text().splitlines()]
 
@@ -53,9 +53,9 @@ def event_log(directory: Path) -> list[str]:
 def test_pieces_are_staged_where_they_are_read_if_that_is_known_in_time(
     databases: Databases, tmp_path: Path, changes: str, told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has changed since the batch was planned is told to tasks behind those that read; the rows are the same.
+    """Changes since the batch was planned are passed to later tasks instead; the rows are the same.
 
-    So it is if tasks are not told anything.
+    The same holds if tasks receive no information.
     """
     pipeline = copied(databases, tmp_path, cores=1)
     pipeline.source(*CHANGES[changes])
@@ -96,18 +96,18 @@ def test_pieces_are_staged_where_they_are_read_if_that_is_known_in_time(
 def test_a_batch_has_no_more_tasks_than_run_at_once(
     databases: Databases, tmp_path: Path, cores: int, told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On one machine a task takes several pieces, each of which is staged once, in the read or behind it."""
+    """On one machine a task takes several pieces, each of which is staged once, in the read or after it."""
     pipeline = copied(databases, tmp_path, cores)
-    pipeline.source("INSERT INTO public.t SELECT n, repeat('v', 1000) FROM generate_series(1, 30000) n")
+    pipeline.source("INSERT INTO public.t SELECT n, repeat('v', 8000) FROM generate_series(1, 3750) n")
     staged: list[list[int]] = []
-    stage = Handout.stage
+    stage = InlineStaging.stage
 
-    def noted(self: Handout, *arguments: Any) -> list[Any]:
+    def noted(self: InlineStaging, *arguments: Any) -> list[Any]:
         messages = stage(self, *arguments)
         staged.append(sorted(message.index for message in messages))
         return messages
 
-    monkeypatch.setattr(Handout, "stage", noted)
+    monkeypatch.setattr(InlineStaging, "stage", noted)
     if not told:
         monkeypatch.setattr(SparkContext, "setLocalProperty", lambda *_: None)
     commands.stream(pipeline.pipeline, until="caught-up")

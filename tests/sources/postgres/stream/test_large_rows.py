@@ -1,6 +1,6 @@
-"""Rows that are too large to pass through Spark: deposited in the sink, fetched by the task, removed when committed.
+"""Rows that are too large to pass through Spark: deposited in the sink, fetched by the task, removed after the commit.
 
-What the JVM has to do with it shows in ``test_giant.py``; here the rows are as small as a deposit can be.
+``test_giant.py`` shows the effect on the JVM; here the rows are as small as a deposit can be.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LARGE = f"repeat(md5('1'), {17 * MIB >> 5})"
 
 
 def deposits(dsn: str) -> int:
-    """How many pieces are deposited in a sink."""
+    """Return the number of deposited pieces in a sink."""
     query = "SELECT count(*) FROM pg_class WHERE relname LIKE 'piece\\_%' AND relkind = 'r'"
     with psycopg.connect(dsn) as connection:
         return int(connection.execute(query).fetchone()[0])  # type: ignore[index]
@@ -34,7 +34,7 @@ def deposits(dsn: str) -> int:
 
 @pytest.fixture
 def deposited(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of the pieces that are deposited from now on."""
+    """Record the sizes of the pieces that are deposited from now on."""
     sizes: list[int] = []
     deposit = PostgresSink.deposit
 
@@ -148,8 +148,8 @@ def test_a_deposit_that_a_crash_emptied_is_noticed(databases: Databases) -> None
     sink.deposit(epoch, "a", b"data")
     with psycopg.connect(databases.target) as connection:
         (name,) = connection.execute("SELECT relname FROM pg_class WHERE relname LIKE 'piece%a'").fetchone() or ("",)
-        connection.execute(f"TRUNCATE airflow_cdc.{name}")  # as a crash of the server does
-    with pytest.raises(StagingLost, match=r"4 bytes was deposited in the sink .*, 0 are there"):
+        connection.execute(f"TRUNCATE airflow_cdc.{name}")  # like a crash of the server
+    with pytest.raises(StagingLost, match=r"4 bytes was deposited in the sink .*, but 0 were found"):
         sink.fetch(epoch, "a", 4)
 
 
@@ -158,10 +158,10 @@ def test_a_row_beyond_the_limits_of_postgres_is_no_failure_that_goes_away(databa
         rows(connection, "SELECT jsonb_build_array(repeat('x', 300 << 20))")
     error = driver_failure(caught.value, "chunk public.t")
     assert isinstance(error, LimitExceeded)
-    said = "a row, or a change of one, is beyond the limits of Postgres: chunk public.t: string too long to represent"
+    said = "a row, or a change of a row, exceeds the limits of Postgres: chunk public.t: string too long to represent"
     assert error.message.startswith(said)
     assert "\n" not in error.message
-    # The reader of the slot is a process of its own: what it says comes as a traceback.
+    # The reader of the slot is a separate process, so its errors arrive as tracebacks.
     trace = "".join(traceback.format_exception(error))
     told = _query_failure(f"[STREAM_FAILED] …\n{trace}\tat org.apache.spark …\n")
     assert isinstance(told, LimitExceeded)

@@ -13,7 +13,7 @@ from airflow_cdc_provider.engine.core.errors import StagingLost
 from airflow_cdc_provider.engine.core.lsn import format_lsn
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.sinks.staged import StagedPiece
-from airflow_cdc_provider.engine.sources.postgres.stream.pipelined_commit import Ahead
+from airflow_cdc_provider.engine.sources.postgres.stream.pipelined_commit import PipelinedCommit
 from tests.conftest import Databases
 from tests.support.pipelines import PipelineUnderTest
 
@@ -21,7 +21,7 @@ UNIT = [StagedPiece("0/64", "0/C8", index, 1, b"", (), frozenset(), 0) for index
 
 
 class Tables:
-    """What a sink that takes pieces one by one has applied; all of it, or nothing, is there in the end."""
+    """The state of a sink that applies pieces one by one; all or none of them are there in the end."""
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.fails_at = fails_at
@@ -56,17 +56,17 @@ def tables() -> Tables:
 
 
 def test_pieces_are_applied_in_order_as_they_come(tables: Tables) -> None:
-    with Ahead(lambda _: True, tables.commit) as ahead:
+    with PipelinedCommit(lambda _: True, tables.commit) as commit:
         for index in (2, 0):
-            ahead.hear(UNIT[index])
+            commit.on_staged(UNIT[index])
         tables.await_rows(1)
-        ahead.hear(UNIT[1])
+        commit.on_staged(UNIT[1])
         tables.await_rows(2)
         assert tables.rows == [0, 1, 2]
-        ahead.hear(UNIT[3])
+        commit.on_staged(UNIT[3])
         tables.await_rows(1)
         assert not tables.committed.wait(0.2), "before it is known that there are no more"
-        assert ahead.commit(UNIT)
+        assert commit.finish(UNIT)
         assert tables.committed.is_set()
     assert tables.rows == [0, 1, 2, 3]
 
@@ -77,91 +77,90 @@ def test_pieces_are_applied_in_order_as_they_come(tables: Tables) -> None:
         ([], UNIT),
         (UNIT[1:], UNIT),
         (UNIT[:3], UNIT),
-        (UNIT, UNIT[:3]),  # a task that was in vain has told of one more
+        (UNIT, UNIT[:3]),  # a failed task has reported another piece
         ([*UNIT[:3], "no piece"], UNIT),
         (["no piece", *UNIT], UNIT),
-        # The task of the second piece was tried again: what it had staged first is not the unit's.
+        # The task of the second piece was repeated: its first staging does not belong to the unit.
         (UNIT, [UNIT[0], replace(UNIT[1], changes=2), *UNIT[2:]]),
     ],
 )
 def test_a_unit_of_which_something_else_was_heard_is_committed_otherwise(
     tables: Tables, heard: list[object], unit: list[StagedPiece]
 ) -> None:
-    with Ahead(lambda _: True, tables.commit) as ahead:
+    with PipelinedCommit(lambda _: True, tables.commit) as commit:
         for message in heard:
-            ahead.hear(message)
-        assert not ahead.commit(unit)
+            commit.on_staged(message)
+        assert not commit.finish(unit)
         assert not tables.committed.is_set()
         assert tables.rows == []
 
 
 def test_what_is_staged_twice_is_not_taken_for_what_was_applied(tables: Tables) -> None:
     again = replace(UNIT[0], changes=2)
-    with Ahead(lambda _: True, tables.commit) as ahead:
-        ahead.hear(UNIT[0])
+    with PipelinedCommit(lambda _: True, tables.commit) as commit:
+        commit.on_staged(UNIT[0])
         tables.await_rows(1)
         for piece in (again, *UNIT[1:]):
-            ahead.hear(piece)
-        assert not ahead.commit([again, *UNIT[1:]])
+            commit.on_staged(piece)
+        assert not commit.finish([again, *UNIT[1:]])
     assert tables.rows == []
 
 
-def test_what_is_heard_too_late_changes_nothing(tables: Tables) -> None:
-    """A task that was in vain tells of it while the unit is being committed."""
-    with Ahead(lambda _: True, tables.commit) as ahead:
+def test_a_late_report_is_ignored(tables: Tables) -> None:
+    """A failed task reports while the unit is being committed."""
+    with PipelinedCommit(lambda _: True, tables.commit) as commit:
 
         def tell_late() -> None:
-            assert await_condition(lambda: ahead._whole is not None, 60)
-            ahead.hear("no piece")
+            assert await_condition(lambda: commit._size is not None, 60)
+            commit.on_staged("no piece")
 
         tables.before_the_last = tell_late
         for piece in UNIT:
-            ahead.hear(piece)
-        assert ahead.commit(UNIT)
+            commit.on_staged(piece)
+        assert commit.finish(UNIT)
     assert tables.committed.is_set()
     assert tables.rows == [0, 1, 2, 3]
 
 
-def test_a_piece_that_does_not_come_is_not_waited_for_long(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its task may wait for whoever waits for the transaction."""
-    monkeypatch.setattr("airflow_cdc_provider.engine.sources.postgres.stream.pipelined_commit._PATIENCE_SECONDS", 0.2)
-    with Ahead(lambda _: True, tables.commit) as ahead:
-        ahead.hear(UNIT[0])
+def test_a_piece_that_does_not_come_is_not_waited_for_long(tables: Tables) -> None:
+    """Its task may wait for a session that waits for the transaction."""
+    with PipelinedCommit(lambda _: True, tables.commit, patience=0.2) as commit:
+        commit.on_staged(UNIT[0])
         tables.await_rows(1)
         assert await_condition(lambda: not tables.rows, 60)
         for piece in UNIT[1:]:
-            ahead.hear(piece)
-        assert not ahead.commit(UNIT)
+            commit.on_staged(piece)
+        assert not commit.finish(UNIT)
     assert not tables.committed.is_set()
 
 
 def test_a_piece_of_which_more_is_to_be_asked_calls_it_off(tables: Tables) -> None:
-    with Ahead(lambda piece: piece.index < 2, tables.commit) as ahead:
-        ahead.hear(UNIT[0])
+    with PipelinedCommit(lambda piece: piece.index < 2, tables.commit) as commit:
+        commit.on_staged(UNIT[0])
         tables.await_rows(1)
         for piece in UNIT[1:]:
-            ahead.hear(piece)
-        assert not ahead.commit(UNIT)
+            commit.on_staged(piece)
+        assert not commit.finish(UNIT)
     assert not tables.committed.is_set()
     assert tables.rows == []
 
 
 def test_what_it_failed_with_is_told_where_it_would_have_been_committed() -> None:
     tables = Tables(fails_at=1)
-    with Ahead(lambda _: True, tables.commit) as ahead:
+    with PipelinedCommit(lambda _: True, tables.commit) as commit:
         for piece in UNIT:
-            ahead.hear(piece)
+            commit.on_staged(piece)
         with pytest.raises(StagingLost):
-            ahead.commit(UNIT)
-        for piece in UNIT:  # staged anew, for what the error asks for
-            ahead.hear(piece)
-        assert not ahead.commit(UNIT)
+            commit.finish(UNIT)
+        for piece in UNIT:  # staged again, as the error demands
+            commit.on_staged(piece)
+        assert not commit.finish(UNIT)
     assert not tables.committed.is_set()
 
 
 def test_a_unit_that_is_left_is_taken_back(tables: Tables) -> None:
-    with Ahead(lambda _: True, tables.commit) as ahead:
-        ahead.hear(UNIT[0])
+    with PipelinedCommit(lambda _: True, tables.commit) as commit:
+        commit.on_staged(UNIT[0])
         tables.await_rows(1)
     assert tables.rows == []
 
@@ -176,7 +175,7 @@ def test_a_unit_that_is_left_is_taken_back(tables: Tables) -> None:
 def test_a_stream_that_is_killed_with_half_a_unit_applied(
     databases: Databases, tmp_path: Path, sink: dict[str, str]
 ) -> None:
-    """Its batch has several pieces, of eight megabytes each."""
+    """Its batch has several pieces of eight megabytes each."""
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], sink=sink)
     pipeline.source("CREATE TABLE public.t (id int PRIMARY KEY, body text)")
     pipeline.provision()

@@ -72,7 +72,7 @@ TYPE = b"Y" + struct.pack(">I", 16500) + b"public\0mood\0"
 
 
 class Row(NamedTuple):
-    version: int  # of its relation: counts the different Relation messages so far
+    version: int  # index of its relation among the different Relation messages so far
     relation: Relation
     message: int
     op: str
@@ -136,7 +136,7 @@ class Reader:
 
 
 def piece(messages: Iterable[bytes], reader: Reader | None = None) -> Piece:
-    """Cut a piece that begins where ``reader`` is."""
+    """Cut a piece that starts at the position of ``reader``."""
     reader, messages = reader or Reader(), list(messages)
     lengths = struct.pack(f"<{len(messages)}i", *map(len, messages))
     return Piece(b"".join(messages), lengths, tuple(reader.relations.values()), reader.transaction)

@@ -1,4 +1,4 @@
-"""The vectorised pgoutput decoder against a plain one, a recording of a real server, and broken input."""
+"""The vectorized pgoutput decoder against a plain one, a recording of a real server, and broken input."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def rows_like(width: int, *, toast: bool) -> st.SearchStrategy[Values]:
 
 @st.composite
 def streams(draw: st.DrawFn) -> list[bytes]:
-    """What a server may send: several transactions over a few relations that are described before use."""
+    """Return a strategy for what a server may send: transactions over a few relations that are described before use."""
     oids = draw(st.lists(st.sampled_from([1, 2, 16384, 2**31, 2**32 - 1]), min_size=1, max_size=3, unique=True))
     columns = st.lists(st.tuples(texts, st.booleans()), max_size=4)
     widths: dict[int, int] = {}
@@ -60,7 +60,7 @@ def streams(draw: st.DrawFn) -> list[bytes]:
         messages.append(relation(oid, described, draw(texts), identity))
 
     def earlier(oid: int) -> tuple[bytes, Values]:
-        """An old row, or the old key."""
+        """Return a strategy for an old row, or an old key."""
         key = keys[oid]
         if key is None:
             return b"O", draw(rows_like(widths[oid], toast=False))
@@ -92,12 +92,14 @@ def streams(draw: st.DrawFn) -> list[bytes]:
     return messages
 
 
+@pytest.mark.lengthy
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), messages=streams())
 def test_any_stream_in_any_pieces_decodes_like_the_reference(data: st.DataObject, messages: list[bytes]) -> None:
     check(messages, data.draw(st.lists(st.integers(0, len(messages)), max_size=5), label="cuts"))
 
 
+@pytest.mark.lengthy
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), messages=streams().filter(bool))
 def test_damaged_bytes_are_refused_or_decoded_but_nothing_else(data: st.DataObject, messages: list[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Broken input of the decoder: refused by a name, or decoded, and nothing else."""
+"""Broken input of the decoder: refused with a named error, or decoded, and nothing else."""
 
 from __future__ import annotations
 

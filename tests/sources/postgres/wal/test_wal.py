@@ -1,4 +1,4 @@
-"""The buffer of the log: where batches are cut, on made-up messages."""
+"""The buffer of the log: where batches are cut, with artificial messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from airflow_cdc_provider.engine.core.errors import ProtocolError
 from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput import decode
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Buffer, Position
-from airflow_cdc_provider.engine.sources.postgres.wal.wal_messages import gulp
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_messages import fill_buffer
 
 UNLIMITED = 1 << 62
 
@@ -36,7 +36,7 @@ def insert(value: int) -> bytes:
 
 
 def keys(buffer: Buffer, start: Position, end: Position) -> list[tuple[int, int, str]]:
-    """What a batch carries: transaction, sequence and key of each row, in order."""
+    """Return the contents of a batch: transaction, sequence and key of each row, in order."""
     return [
         (int(xid), int(seq), str(key))
         for piece in buffer.take(start, end)
@@ -45,6 +45,7 @@ def keys(buffer: Buffer, start: Position, end: Position) -> list[tuple[int, int,
     ]
 
 
+@pytest.mark.lengthy
 @given(
     sizes=st.lists(st.integers(0, 30), min_size=1, max_size=20),
     block_bytes=st.integers(20, 400),
@@ -55,7 +56,7 @@ def keys(buffer: Buffer, start: Position, end: Position) -> list[tuple[int, int,
 def test_every_row_is_delivered_once_however_the_batches_are_cut(
     sizes: list[int], block_bytes: int, limit: int, cuts: list[int]
 ) -> None:
-    """Transactions of any size, empty ones too, cut at any moment: nothing lost, repeated or out of order."""
+    """Transactions of any size, also empty ones, are cut at any moment: nothing is lost, repeated or out of order."""
     messages, expected, lsn = [RELATION], [], 100
     for xid, size in enumerate(sizes, start=1):
         messages.append(begin(lsn + size, xid))
@@ -101,10 +102,11 @@ def keepalive(wal_end: int, reply: bool = True) -> bytes:
 
 
 def replay(messages: list[bytes]) -> Callable[[int], tuple[int, memoryview]]:
-    """What libpq does: the next message and its length, 0 when there is none; takes them away."""
+    """Return the next message and its length like libpq, or 0 when there is none, and remove it."""
     return lambda _: (len(messages[0]), memoryview(messages.pop(0))) if messages else (0, memoryview(b""))
 
 
+@pytest.mark.lengthy
 @given(
     transactions=st.lists(st.lists(MESSAGES | st.lists(ROWS, min_size=6, max_size=40)), max_size=8),
     block_bytes=st.integers(22, 2000),
@@ -127,7 +129,7 @@ def test_messages_in_gulps_are_those_that_come_one_by_one(
     rooms, left = itertools.cycle(rooms), list(messages)
     while left:
         before, room = list(left), next(rooms)
-        last, asked = gulp(replay(left), gulped, room)
+        last, asked = fill_buffer(replay(left), gulped, room)
         taken = before[: len(before) - len(left)]
         assert last == (len(taken[-1]) if left else 0)
         assert sum(len(message) for message in taken[:-1] if message[:1] == b"w") < room
@@ -152,7 +154,7 @@ def test_messages_in_gulps_are_those_that_come_one_by_one(
 def test_a_message_that_is_none_is_refused(message: bytes) -> None:
     buffer = Buffer(Position(0), block_bytes=1000)
     with pytest.raises(ProtocolError, match=re.escape(f"a message of {len(message)} bytes, {message!r}, is not what")):
-        gulp(replay([keepalive(7), message, keepalive(9)]), buffer, 1000)
+        fill_buffer(replay([keepalive(7), message, keepalive(9)]), buffer, 1000)
     assert buffer.position == 7
 
 
@@ -191,7 +193,7 @@ def test_a_buffer_holds_what_a_batch_could_end_with(sizes: list[int], block_byte
 
 
 def test_an_idle_position_does_not_swallow_what_comes_after_it() -> None:
-    """A keepalive moves the position on; a large transaction that follows is counted from there."""
+    """A keepalive moves the position; a large transaction that follows is counted from there."""
     buffer = Buffer(Position(0), block_bytes=40)
     buffer.keepalive(500)
     idle = buffer.idle_position(Position(0))
@@ -207,7 +209,7 @@ def test_an_idle_position_does_not_swallow_what_comes_after_it() -> None:
 
 
 def test_a_keepalive_after_a_reconnect_may_be_lower_than_before() -> None:
-    """The server counts from where it reads; what has been passed stays passed."""
+    """The server counts from where it reads; a position that has been passed stays passed."""
     buffer = Buffer(Position(500), block_bytes=40)
     for wal_end in (300, 499):
         buffer.keepalive(wal_end)
@@ -227,8 +229,10 @@ def test_a_transaction_without_content_only_moves_the_position() -> None:
 
 
 def send(buffer: Buffer, sent_at: int, *messages: bytes) -> None:
-    """Let a server say something at a time, in microseconds since 2000."""
-    gulp(replay([struct.pack(">cqqq", b"w", 0, 0, sent_at) + message for message in messages]), buffer, UNLIMITED)
+    """Let a server send a message at a time, in microseconds since 2000."""
+    fill_buffer(
+        replay([struct.pack(">cqqq", b"w", 0, 0, sent_at) + message for message in messages]), buffer, UNLIMITED
+    )
 
 
 def test_what_comes_behind_a_transaction_makes_it_no_younger() -> None:

@@ -1,4 +1,4 @@
-"""The reader of the log and its acknowledgements, on a real slot."""
+"""The reader of the log and its acknowledgments, on a real slot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from airflow_cdc_provider.engine.core.errors import ConnectionFailed, LimitExcee
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres import replication
 from airflow_cdc_provider.engine.postgres.connection import connected
-from airflow_cdc_provider.engine.postgres.dead_connections import find_trouble
+from airflow_cdc_provider.engine.postgres.dead_connections import find_session_problem
 from airflow_cdc_provider.engine.postgres.replication import open_replication
 from airflow_cdc_provider.engine.postgres.slots import MESSAGE_PREFIX, emit_marker, read_slot
 from airflow_cdc_provider.engine.sources.postgres.wal import wal_reader, wal_start
@@ -33,7 +33,7 @@ UNLIMITED = 1 << 62
 
 
 def test_the_slot_moves_only_when_told(databases: Databases) -> None:
-    """Keepalives ask for status all the time; none of the answers may acknowledge what nobody has applied."""
+    """Keepalives request status all the time; no answer may acknowledge changes that have not been applied."""
     with slot_reader(databases.source) as (reader, start), connected(databases.source, writes=True) as source:
         slot = f"s_{source.info.dbname}"
         with source.cursor() as cursor:
@@ -48,7 +48,7 @@ def test_the_slot_moves_only_when_told(databases: Databases) -> None:
 
 
 def test_a_batch_is_awaited_until_it_is_due_or_full(databases: Databases) -> None:
-    """Nobody waits for the clock where a whole batch is there, nor for a batch where the clock has come."""
+    """A full batch does not wait for its due time, and a due batch does not wait until it is full."""
     now, never, long_ago = time.monotonic(), 1e6, 0.0
     with slot_reader(databases.source) as (reader, start):
         after = Position(start)
@@ -64,7 +64,7 @@ def test_a_batch_is_awaited_until_it_is_due_or_full(databases: Databases) -> Non
             reader.committed(end)
             execute(databases.source, "INSERT INTO t VALUES (2, 'b')")
             assert await_condition(lambda: reader._buffer.holds(end), SECONDS)
-            assert not reader.await_batch(end, 1 << 16, now, never, patience=0.0)  # nobody waits for ever
+            assert not reader.await_batch(end, 1 << 16, now, never, patience=0.0)  # does not wait forever
             full = thread.submit(reader.await_batch, end, 1 << 16, now, never, 1e6)
             with pytest.raises(TimeoutError):
                 full.result(0.5)  # it is not due
@@ -87,7 +87,7 @@ def test_what_was_committed_long_ago_does_not_wait(databases: Databases) -> None
 
 
 def test_the_time_of_another_server_makes_no_backlog(databases: Databases) -> None:
-    """What was replicated to the source has the time of its own server, which may be years behind."""
+    """Replicated transactions have the time of their own server, which may be years behind."""
     replicated = (
         "SELECT pg_replication_origin_create('elsewhere'), pg_replication_origin_session_setup('elsewhere')",
         "BEGIN; SELECT pg_replication_origin_xact_setup('0/1', '2001-01-01'); INSERT INTO t VALUES (1); COMMIT",
@@ -102,7 +102,7 @@ def test_the_time_of_another_server_makes_no_backlog(databases: Databases) -> No
 
 
 def test_a_backlog_does_not_wait_for_what_has_come_behind_it(databases: Databases) -> None:
-    """As a heartbeat's marker does, every ten seconds, however much is still to be read."""
+    """A heartbeat's marker comes every ten seconds, however much remains to be read."""
     trigger, coming = 2.0, time.monotonic() + 1e6
     old = ("INSERT INTO t VALUES (1)", f"SELECT pg_sleep({trigger})")
     with slot_reader(databases.source, *old) as (reader, start), connected(databases.source, writes=True) as source:
@@ -113,7 +113,7 @@ def test_a_backlog_does_not_wait_for_what_has_come_behind_it(databases: Database
 
 
 def test_a_transaction_waits_no_longer_than_the_trigger_where_nothing_comes_behind_it(databases: Databases) -> None:
-    """The batch before may have begun a moment before it came, and have left it behind."""
+    """The previous batch may have started just before the transaction arrived, and have left it for the next one."""
     trigger, coming = 0.5, time.monotonic() + 1e6
     with slot_reader(databases.source) as (reader, start):
         after = Position(start)
@@ -163,11 +163,11 @@ def test_a_buffer_is_full_whatever_libpq_holds(databases: Databases) -> None:
 def test_the_log_gathers_on_the_side_of_a_server_that_is_on_this_machine(
     make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch, host: str, near: bool
 ) -> None:
-    """There we keep little room for it; elsewhere distance needs more, and a Unix socket has none of its own.
+    """There the client keeps a small buffer; over a distance it needs more, and a Unix socket has no buffer to set.
 
-    The address 127.0.0.2 is reached from 127.0.0.1, as one machine is from another.
+    The address 127.0.0.2 is reached from 127.0.0.1, as one machine is reached from another.
     """
-    monkeypatch.setattr(wal_start, "_NEAR_ROOM_BYTES", 32 << 10)  # as no system has by itself
+    monkeypatch.setattr(wal_start, "_NEAR_ROOM_BYTES", 32 << 10)  # a value that no system has by default
     with tempfile.TemporaryDirectory(dir="/tmp") as sockets:
         os.chmod(sockets, 0o777)  # the server is another user
         addresses = {"listen_addresses": "127.0.0.1, 127.0.0.2", "unix_socket_directories": sockets}
@@ -185,19 +185,19 @@ def test_the_log_gathers_on_the_side_of_a_server_that_is_on_this_machine(
 
 
 def test_nobody_sleeps_while_there_is_more(databases: Databases, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages come in portions of which the last may be small, and more behind it; that would be 800 sleeps."""
+    """Messages arrive in portions, of which the last may be small with more to come; that would be 400 sleeps."""
     naps = reader_naps(monkeypatch)
-    rows = "INSERT INTO t SELECT i, repeat('x', 1000) FROM generate_series(1, 115000) i"
+    rows = "INSERT INTO t SELECT i, repeat('x', 1000) FROM generate_series(1, 60000) i"
     with slot_reader(databases.source, rows) as (reader, start), connected(databases.source, writes=True) as source:
         end = reader.reach(emit_marker(source, "test"))
         pieces = reader.take(Position(start), end)
-    assert sum(len(c.op) for piece in pieces for c in decode(piece)) == 115000
-    assert len(naps) < 400
+    assert sum(len(c.op) for piece in pieces for c in decode(piece)) == 60000
+    assert len(naps) < 200
 
 
 @pytest.mark.slow
 def test_a_full_buffer_stops_reading_and_the_walsender_stays(make_server: ServerMaker) -> None:
-    """Back-pressure reaches the server, and status goes out all the same: the connection outlives the timeouts."""
+    """Back-pressure reaches the server, but status is still sent: the connection survives the timeouts."""
     server: PostgresServer = make_server(settings={"wal_sender_timeout": "2s", "tcp_user_timeout": "2s"})
     with (
         slot_reader(server.dsn(), block_bytes=1 << 16, buffer_bytes=1 << 20) as (reader, start),
@@ -208,13 +208,13 @@ def test_a_full_buffer_stops_reading_and_the_walsender_stays(make_server: Server
             assert cursor.fetchone() == ("0",)
             with socket.socket(fileno=os.dup(source.fileno())) as ours:
                 assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
-            cursor.execute("INSERT INTO public.t SELECT i, repeat('x', 1000) FROM generate_series(1, 30000) i")
+            cursor.execute("INSERT INTO public.t SELECT i, repeat('x', 1000) FROM generate_series(1, 15000) i")
         marker = emit_marker(source, "test")
         after, total, largest = Position(start), 0, 0
         reached = reader.reach(marker)
         assert reached.lsn < marker  # the transaction is larger than the buffer
         with psycopg.connect(server.dsn(), autocommit=True) as other:
-            other.execute("SELECT pg_sleep(5)")  # longer than two timeouts, with nothing being read
+            other.execute("SELECT pg_sleep(5)")  # longer than two timeouts, without reading
         while after.lsn < marker:
             end = reader.cut(after, 1 << 19)
             if end == after:
@@ -225,20 +225,20 @@ def test_a_full_buffer_stops_reading_and_the_walsender_stays(make_server: Server
             largest = max(largest, sum(len(piece.data) for piece in pieces))
             reader.committed(end)
             after = end
-    assert total == 30000
+    assert total == 15000
     assert largest <= 1 << 20
 
 
 @pytest.mark.slow
 def test_a_walsender_that_is_at_work_may_be_silent(databases: Databases, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For longer than the timeout: here it waits for a lock, as one of before Postgres 16 for the end of a rewrite."""
+    """It is silent for longer than the timeout: it waits for a lock, or before Postgres 16 for the end of a rewrite."""
     answers: list[str | None] = []
 
     def asked(*arguments: Any) -> str | None:
-        answers.append(find_trouble(*arguments))
+        answers.append(find_session_problem(*arguments))
         return answers[-1]
 
-    monkeypatch.setattr(wal_reader, "find_trouble", asked)
+    monkeypatch.setattr(wal_reader, "find_session_problem", asked)
     execute(databases.source, f"ALTER DATABASE {databases.source.rpartition('/')[2]} SET wal_sender_timeout = '1s'")
     with slot_reader(databases.source) as (reader, start), connected(databases.source, writes=True) as source:
         with transaction(databases.source, "LOCK TABLE pg_publication_rel IN ACCESS EXCLUSIVE MODE"):
@@ -270,7 +270,7 @@ def test_a_stream_that_the_server_ends_says_so(databases: Databases) -> None:
 
 
 def test_markers_carry_our_prefix(databases: Databases) -> None:
-    """What the buffer takes for content of ours is what is emitted."""
+    """The buffer treats exactly those messages as content that the pipeline emits."""
     with slot_reader(databases.source) as (reader, start), psycopg.connect(databases.source, autocommit=True) as other:
         other.execute("SELECT pg_logical_emit_message(true, 'somebody_else', 'x')")
         with connected(databases.source, writes=True) as source:

@@ -1,1 +1,1 @@
-"""How messages are written: JSON, Avro, and the events of Debezium."""
+"""Formats of messages: JSON, Avro, and Debezium's events."""

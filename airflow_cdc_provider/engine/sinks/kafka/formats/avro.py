@@ -1,7 +1,7 @@
-"""Debezium's envelope as Avro, in Confluent's wire format: a zero, the number of the schema, the value.
+"""Debezium's envelope in Avro, in Confluent's wire format: a zero byte, the schema id, the value.
 
-The schemas are those that Kafka Connect's ``AvroConverter`` makes of Debezium's, under the subjects ``<topic>-key`` and
-``<topic>-value`` of a schema registry.
+The schemas are the ones that Kafka Connect's ``AvroConverter`` derives from Debezium's. Their subjects in the schema
+registry are ``<topic>-key`` and ``<topic>-value``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.kafka.schema_registry import Registry
 from airflow_cdc_provider.engine.postgres.typed_values import to_texts
-from airflow_cdc_provider.engine.sinks.kafka.formats.debezium import SPELLED, DebeziumFormat, Shape
+from airflow_cdc_provider.engine.sinks.kafka.formats.debezium import SPELLED, DebeziumFormat, TableCodec
 from airflow_cdc_provider.engine.sinks.kafka.formats.debezium_values import Decimals
 from airflow_cdc_provider.engine.sinks.kafka.formats.plain import MESSAGES, decoded, not_ours
 
@@ -36,7 +36,7 @@ ConnectSchema = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class AvroFormat:
-    """Debezium's envelope as Avro; see :class:`.Format` and, for the parameters, :class:`.DebeziumFormat`."""
+    """Debezium's envelope in Avro; see :class:`.Format` and, for the parameters, :class:`.DebeziumFormat`."""
 
     registry: Registry
     pipeline: str
@@ -45,7 +45,10 @@ class AvroFormat:
     tombstones: bool = True
 
     def require(self, target: Target) -> None:
-        """See :meth:`.Format.require`."""
+        """Refuse a table whose column names collide in Avro.
+
+        :raises ConfigError: naming two such columns.
+        """
         found: dict[str, str] = {}
         for column in target.table.columns:
             other = found.setdefault(avro_name(column.name), column.name)
@@ -53,16 +56,16 @@ class AvroFormat:
                 raise ConfigError(
                     f"columns {other!r} and {column.name!r} of {target.table.label} would both be"
                     f" {avro_name(column.name)} in Avro",
-                    "Rename one of them, or leave it out by `columns`.",
+                    "Rename one of them, or leave it out with `columns`.",
                 )
 
     def encode(self, target: Target, topic: str, events: pa.Table) -> pa.Table:
-        """See :meth:`.Format.encode`."""
-        shape = Shape(target, self.decimals)
+        """Return events as messages."""
+        codec = TableCodec(target, self.decimals)
         plain = DebeziumFormat(self.pipeline, self.database, self.decimals, False, self.tombstones)
         made = plain.encode(target, topic, events)
         written = []
-        for name, schema in (("key", shape.key_schema(topic)), ("value", shape.value_schema(topic))):
+        for name, schema in (("key", codec.key_schema(topic)), ("value", codec.value_schema(topic))):
             column = made.column(name)
             if column.null_count < len(column):
                 number = self.registry.id_of(f"{topic}-{name}", json.dumps(avro_schema(schema), separators=(",", ":")))
@@ -74,12 +77,12 @@ class AvroFormat:
         return pa.Table.from_arrays([*written, made.column("everywhere")], schema=MESSAGES)
 
     def decode(self, target: Target, keys: pa.Array, values: pa.Array) -> pa.RecordBatch:
-        """See :meth:`.Format.decode`."""
+        """Return messages as events."""
         return decoded(target, self._events(target, values))
 
     def _events(self, target: Target, values: pa.Array) -> Iterator[dict[str, Any]]:
-        shape = Shape(target, self.decimals)
-        schema = shape.value_schema("")
+        codec = TableCodec(target, self.decimals)
+        schema = codec.value_schema("")
         for value in values.to_pylist():
             if value is None:
                 continue
@@ -90,13 +93,13 @@ class AvroFormat:
                 found = fastavro.schemaless_reader(
                     io.BytesIO(value[_HEADER.size :]), self.registry.schema(number), None
                 )
-                yield shape.event(_plain(schema, found))
+                yield codec.event(_plain(schema, found))
             except (ValueError, KeyError, TypeError, AttributeError, EOFError, IndexError, struct.error):
                 raise not_ours(value) from None
 
 
 def avro_schema(schema: ConnectSchema, known: set[str] | None = None) -> Any:
-    """Kafka Connect's schema as Avro, as its ``AvroConverter`` has it.
+    """Return a schema of Kafka Connect in Avro, like its ``AvroConverter``.
 
     :param known: names of records that have been defined before.
     """
@@ -129,13 +132,15 @@ def avro_schema(schema: ConnectSchema, known: set[str] | None = None) -> Any:
 
 
 def _connect(schema: ConnectSchema) -> dict[str, Any]:
-    """What Avro has no place for, in the order of ``AvroConverter``: by it a registry tells schemas apart."""
+    """Return properties that Avro lacks, in the order of ``AvroConverter``, which distinguishes schemas
+    in a registry.
+    """
     names = ("doc", "version", "parameters", "name")
     return {f"connect.{name}": schema[name] for name in names if name in schema}
 
 
 def avro_name(name: str) -> str:
-    """A name as Avro takes it."""
+    """Return a valid name for Avro."""
     found = _NAME.sub("_", name)
     return f"_{found}" if found[:1].isdigit() or not found else found
 
@@ -155,7 +160,7 @@ def _write(number: int, parsed: Any, schema: ConnectSchema, value: bytes) -> byt
 
 
 def _native(schema: ConnectSchema, value: Any) -> Any:
-    """A value of JSON, whose numbers are as they are spelled, as Avro has it."""
+    """Return a value of JSON, with numbers as texts, for Avro."""
     if value is None:
         return None
     kind = schema["type"]
@@ -169,7 +174,7 @@ def _native(schema: ConnectSchema, value: Any) -> Any:
 
 
 def _plain(schema: ConnectSchema, value: Any) -> Any:
-    """A value of Avro as JSON has it, whose numbers are texts."""
+    """Return a value of Avro for JSON, with numbers as texts."""
     if value is None:
         return None
     kind = schema["type"]

@@ -1,6 +1,6 @@
-"""Debezium's format: change events in its envelope, as its Postgres connector writes them.
+"""Debezium's format: change events in its envelope, as written by its Postgres connector.
 
-Consumers of the connector, and sinks that know it, read these messages as they are. What is told apart is said in
+Consumers and sinks written for the connector can read these messages. The differences are listed in
 ``docs/sinks/kafka.md``.
 """
 
@@ -22,7 +22,7 @@ from airflow_cdc_provider.engine.core.effect import OLD_KIND, OP, UNCHANGED
 from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.postgres.array_text import array_elements
-from airflow_cdc_provider.engine.sinks.kafka.formats.debezium_values import Decimals, Kind, kind_of
+from airflow_cdc_provider.engine.sinks.kafka.formats.debezium_values import DebeziumType, Decimals, debezium_type
 from airflow_cdc_provider.engine.sinks.kafka.formats.json_columns import (
     NULL,
     TEXT,
@@ -43,13 +43,13 @@ from airflow_cdc_provider.engine.sinks.kafka.formats.plain import (
 )
 
 UNAVAILABLE = "__debezium_unavailable_value"
-"""Stands for a value that was not sent as it stays, in columns of texts and bytes; in others that is null."""
+"""Placeholder for an unchanged value that was not sent, in columns of texts and bytes; other columns are null."""
 
 OPS = {"r": "r", "i": "c", "u": "u", "d": "d", "t": "t"}
-"""Debezium's letters for ours."""
+"""Debezium's letters for the engine's."""
 
 SPELLED = json.JSONDecoder(parse_float=str, parse_int=str)
-"""Leaves numbers as they are spelled."""
+"""Keeps numbers as texts."""
 
 _OURS = {theirs: ours for ours, theirs in OPS.items()}
 _PLACEHOLDERS = {"string": f'"{UNAVAILABLE}"', "bytes": '"X19kZWJleml1bV91bmF2YWlsYWJsZV92YWx1ZQ=="'}
@@ -57,12 +57,12 @@ _PLACEHOLDERS = {"string": f'"{UNAVAILABLE}"', "bytes": '"X19kZWJleml1bV91bmF2YW
 
 @dataclass(frozen=True)
 class DebeziumFormat:
-    """Debezium's envelope as JSON; see :class:`.Format`.
+    """Debezium's envelope in JSON; see :class:`.Format`.
 
-    :param pipeline: its name, which is Debezium's ``topic.prefix``.
-    :param database: name of the source's database, as consumers are told it.
+    :param pipeline: name of the pipeline, used as Debezium's ``topic.prefix``.
+    :param database: name of the source's database in messages.
     :param decimals: how ``numeric`` is written: as text, or as Kafka Connect's Decimal.
-    :param schemas: whether each message carries its schema.
+    :param schemas: whether each message contains its schema.
     :param tombstones: whether a message without a value follows a delete.
     """
 
@@ -73,37 +73,37 @@ class DebeziumFormat:
     tombstones: bool = True
 
     def require(self, target: Target) -> None:
-        """See :meth:`.Format.require`: none is refused."""
+        """Accept every table."""
 
     def encode(self, target: Target, topic: str, events: pa.Table) -> pa.Table:
-        """See :meth:`.Format.encode`."""
+        """Return events as messages."""
         found = arrays(events)
-        shape = Shape(target, self.decimals)
-        keys, values = shape.keys(found), shape.values(found, self._source(target, found), _now())
+        codec = TableCodec(target, self.decimals)
+        keys, values = codec.keys(found), codec.values(found, self._source(target, found), _now())
         if self.schemas:
-            keys = keys if keys is None else _with_schema(shape.key_schema(topic), keys)
-            values = _with_schema(shape.value_schema(topic), values)
+            keys = keys if keys is None else _with_schema(codec.key_schema(topic), keys)
+            values = _with_schema(codec.value_schema(topic), values)
         made = messages(keys, values, found[OP])
         return with_tombstones(made, found[OP]) if self.tombstones and keys is not None else made
 
     def decode(self, target: Target, keys: pa.Array, values: pa.Array) -> pa.RecordBatch:
-        """See :meth:`.Format.decode`."""
+        """Return messages as events."""
         return decoded(target, self._events(target, values))
 
     def _events(self, target: Target, values: pa.Array) -> Iterator[dict[str, Any]]:
-        shape = Shape(target, self.decimals)
+        codec = TableCodec(target, self.decimals)
         for value in values.to_pylist():
             if value is not None:
                 try:
                     envelope = SPELLED.decode(value.decode())
-                    yield shape.event(envelope.get("payload", envelope))
+                    yield codec.event(envelope.get("payload", envelope))
                 except (ValueError, KeyError, TypeError, AttributeError):
                     raise not_ours(value) from None
 
     def _source(self, target: Target, found: Mapping[str, pa.Array]) -> pa.Array:
-        """What each message says of where it comes from."""
-        told = {"version": __version__, "connector": "postgresql", "name": self.pipeline}
-        members: dict[str, pa.Array | str] = {name: string(value) for name, value in told.items()}
+        """Return the ``source`` block of each message."""
+        connector = {"version": __version__, "connector": "postgresql", "name": self.pipeline}
+        members: dict[str, pa.Array | str] = {name: string(value) for name, value in connector.items()}
         numbers = joined('[\\"', found["commit_lsn"].cast(TEXT), '\\",\\"', found["seq"].cast(TEXT), '\\"]')
         members |= {
             **times(found["commit_ts"]),
@@ -120,19 +120,19 @@ class DebeziumFormat:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A table's messages: how its columns are written and read, and their schemas."""
+class TableCodec:
+    """The messages of a table: encoding and decoding of its columns, and their schemas."""
 
     target: Target
     decimals: Decimals
 
     @cached_property
-    def kinds(self) -> dict[str, Kind]:
-        """The kinds of the columns, by name."""
-        return {column.name: kind_of(column, self.decimals) for column in self.target.table.columns}
+    def kinds(self) -> dict[str, DebeziumType]:
+        """Return the encodings of the columns, by name."""
+        return {column.name: debezium_type(column, self.decimals) for column in self.target.table.columns}
 
     def keys(self, found: Mapping[str, pa.Array]) -> pa.Array | None:
-        """The keys as JSON objects, null for those of truncates; ``None`` for a table without a key."""
+        """Return the keys as JSON objects, null for truncates; ``None`` for a table without a key."""
         if not self.target.table.key:
             return None
         names = list(self.kinds)
@@ -141,10 +141,10 @@ class Shape:
         return pc.if_else(pc.equal(found[OP], "t"), pa.scalar(None, keys.type), keys)
 
     def values(self, found: Mapping[str, pa.Array], source: pa.Array, now: Mapping[str, str]) -> pa.Array:
-        """The envelopes.
+        """Return the envelopes.
 
         :param source: JSON objects.
-        :param now: when the event was made, by Debezium's names.
+        :param now: when the event was made, under Debezium's names.
         """
         op = found[OP]
         after = objects({name: self._column(found, i, name, kind) for i, (name, kind) in enumerate(self.kinds.items())})
@@ -158,7 +158,7 @@ class Shape:
         letters = each_by_text(op, lambda letter: string(OPS[letter]))
         return objects({"before": before, "after": after, "source": source, "transaction": NULL, "op": letters, **now})
 
-    def _column(self, found: Mapping[str, pa.Array], i: int, name: str, kind: Kind) -> pa.Array:
+    def _column(self, found: Mapping[str, pa.Array], i: int, name: str, kind: DebeziumType) -> pa.Array:
         values = kind.encode(found[f"c{i}"])
         placeholder = _PLACEHOLDERS.get(kind.type) if kind.name != "org.apache.kafka.connect.data.Decimal" else None
         if UNCHANGED not in found or placeholder is None:
@@ -167,9 +167,9 @@ class Shape:
         return pc.if_else(pc.is_valid(unsent), unsent, values)
 
     def event(self, envelope: Mapping[str, Any]) -> dict[str, Any]:
-        """What an envelope tells, as texts; see :meth:`.Format.decode`.
+        """Return the event of an envelope, as texts; see :meth:`.Format.decode`.
 
-        :param envelope: numbers as they are spelled.
+        :param envelope: the envelope, with numbers as texts.
         """
         source, op = envelope["source"], _OURS[envelope["op"]]
         lsn, seq = source["sequence"][2:-2].split('","')
@@ -193,14 +193,14 @@ class Shape:
     # -- schemas -------------------------------------------------------------------------------------
 
     def key_schema(self, topic: str) -> dict[str, Any]:
-        """Kafka Connect's schema of the keys."""
+        """Return Kafka Connect's schema of the keys."""
         fields = [_field(name, self.kinds[name], optional=False) for name in self.target.table.key]
         return {"type": "struct", "fields": fields, "optional": False, "name": f"{topic}.Key"}
 
     def value_schema(self, topic: str) -> dict[str, Any]:
-        """Kafka Connect's schema of the envelopes."""
+        """Return Kafka Connect's schema of the envelopes."""
         key = self.target.table.key
-        # Of a deleted row the log may have no more than the key, whatever the other columns must not be.
+        # The log may contain only the key of a deleted row, even if other columns are NOT NULL.
         columns = [_field(name, kind, optional=name not in key) for name, kind in self.kinds.items()]
         row = {"type": "struct", "fields": columns, "optional": True, "name": f"{topic}.Value"}
         stamps = [{"type": "int64", "optional": True, "field": name} for name in _TIMES]
@@ -241,8 +241,10 @@ _SOURCE = {
 }
 
 
-def _field(name: str, kind: Kind, optional: bool) -> dict[str, Any]:
-    """A field, its members in the order of Connect's JsonConverter: keys are compared by their bytes."""
+def _field(name: str, kind: DebeziumType, optional: bool) -> dict[str, Any]:
+    """Return a field with its members in the order of Connect's JsonConverter, because keys are compared by their
+    bytes.
+    """
     found: dict[str, Any] = {"type": kind.type}
     if kind.type == "struct":
         found["fields"] = [
@@ -260,7 +262,7 @@ def _field(name: str, kind: Kind, optional: bool) -> dict[str, Any]:
 
 
 def times(micros: pa.Array) -> dict[str, pa.Array | str]:
-    """A time as Debezium's numbers; null stays null."""
+    """Return a time as Debezium's numbers; null stays null."""
     numbers = micros.cast(pa.int64())
     return {
         "ts_ms": pc.divide(numbers, 1000),
@@ -270,12 +272,12 @@ def times(micros: pa.Array) -> dict[str, pa.Array | str]:
 
 
 def _with_schema(schema: Mapping[str, Any], payloads: pa.Array) -> pa.Array:
-    told = json.dumps(schema, separators=(",", ":"), ensure_ascii=False)
-    return joined(f'{{"schema":{told},"payload":', payloads, "}")
+    text = json.dumps(schema, separators=(",", ":"), ensure_ascii=False)
+    return joined(f'{{"schema":{text},"payload":', payloads, "}")
 
 
 def with_tombstones(made: pa.Table, op: pa.Array) -> pa.Table:
-    """Messages with one without a value behind each delete."""
+    """Return messages with a tombstone after each delete."""
     if not pc.any(pc.equal(op, "d")).as_py():
         return made
     deleted = pc.equal(op, "d").to_numpy(zero_copy_only=False)

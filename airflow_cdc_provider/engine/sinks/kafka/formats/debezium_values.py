@@ -1,8 +1,8 @@
-"""How Debezium writes values of Postgres in JSON, and how they are read back to the very texts.
+"""Converts Postgres values to Debezium's JSON encodings, and back to exactly the same texts.
 
-These are the encodings of its Postgres connector with adaptive time precision. What it would write with loss (an
-``interval`` as microseconds, a ``timetz`` in UTC) or as a structure of its own (arrays, points, ranges) is text as
-Postgres writes it instead.
+These are the encodings of Debezium's Postgres connector with adaptive time precision. Two kinds of values are written
+as Postgres texts instead: those that Debezium encodes with loss (an ``interval`` as microseconds, a ``timetz`` in UTC),
+and those with a special structure (arrays, points, ranges).
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _EPOCH = "1970-01-01 "
 _ISO = re.compile(r"^([+-]?\d+)-(\d\d-\d\d)T(\d\d:\d\d:\d\d)(?:\.(\d+))?Z$")
 _LAST_UNSIGNED = 9999
 _FAR = r"( BC|^\d{5,}-.*)$"
-_UNITS = {0: "s", 3: "ms", 6: "us"}  # of Arrow, by digits of the second
-_MILLIS = 3  # digits of the second up to which Debezium counts milliseconds
+_UNITS = {0: "s", 3: "ms", 6: "us"}  # units of Arrow, by digits of the second
+_MILLIS = 3  # up to this many digits of the second, Debezium counts milliseconds
 
 
 @dataclass(frozen=True)
-class Kind:
-    """How the values of a column are written.
+class DebeziumType:
+    """The encoding of a column's values.
 
     :param type: Kafka Connect's name of the type.
-    :param name: of its logical type, if it has one.
-    :param parameters: of the logical type.
-    :param encode: makes JSON of texts, vectorised; null stays null.
-    :param decode: makes the text of a JSON value, whose numbers are given as they are spelled.
+    :param name: name of its logical type, if it has one.
+    :param parameters: parameters of the logical type.
+    :param encode: makes JSON of texts, vectorized; null stays null.
+    :param decode: makes the text of a JSON value, with numbers as texts.
     """
 
     type: str
@@ -56,14 +56,14 @@ class Kind:
     parameters: tuple[tuple[str, str], ...] = ()
 
 
-def kind_of(column: Column, decimals: Decimals) -> Kind:
-    """The kind of a column; a domain has that of the type that it is made of."""
+def debezium_type(column: Column, decimals: Decimals) -> DebeziumType:
+    """Return the encoding of a column; a domain has that of its base type."""
     name = column.type if column.builtin else (column.beneath or "").partition(" COLLATE ")[0]
-    return _kind(name, decimals)
+    return _debezium_type(name, decimals)
 
 
 @cache
-def _kind(name: str, decimals: Decimals) -> Kind:
+def _debezium_type(name: str, decimals: Decimals) -> DebeziumType:
     match = _TYPE.fullmatch(name)
     if match is None:
         return _STRING
@@ -74,7 +74,7 @@ def _kind(name: str, decimals: Decimals) -> Kind:
     if base in ("timestamp without time zone", "time without time zone"):
         return _TIMES[base, digits <= _MILLIS]
     if base == "timestamp with time zone":
-        return Kind("string", "io.debezium.time.ZonedTimestamp", _zoned(digits), _zoned_text)
+        return DebeziumType("string", "io.debezium.time.ZonedTimestamp", _zoned(digits), _zoned_text)
     return _KINDS.get(base, _STRING)
 
 
@@ -86,7 +86,7 @@ def _as_is(texts: pa.Array) -> pa.Array:
 
 
 def _floats(texts: pa.Array) -> pa.Array:
-    """Numbers as they are spelled; NaN and infinities, which JSON lacks, as texts."""
+    """Return numbers unchanged; NaN and infinities, which JSON lacks, become strings."""
     return pc.if_else(pc.match_substring(texts, "N"), quoted(texts), _infinite(texts))
 
 
@@ -116,12 +116,12 @@ def _hex(value: Any) -> str:
 
 
 def _unscaled(text: str) -> tuple[str, int]:
-    """The digits of a number as bytes, as Java's ``BigInteger`` has them, and how many of them are decimals."""
+    """Return the digits of a number as bytes of Java's ``BigInteger``, and the number of its decimals."""
     number = Decimal(text)
     if not number.is_finite():
         raise LimitExceeded(
-            f"the number {text} is not finite, which Kafka Connect's Decimal has to be",
-            "Set `sink.decimals: string`, or leave the column out by `columns` in the pipeline file.",
+            f"the number {text} is not finite, but Kafka Connect's Decimal requires a finite number",
+            "Set `sink.decimals: string`, or leave the column out with `columns` in the pipeline file.",
         )
     _, _, fraction = text.partition(".")
     whole = int(text.replace(".", ""))
@@ -137,7 +137,7 @@ def _spelled(value: str, scale: int) -> str:
     return f"{sign}{digits[:-scale]}.{digits[-scale:]}" if scale else f"{sign}{digits}"
 
 
-def _decimal(precision: int, scale: int) -> Kind:
+def _decimal(precision: int, scale: int) -> DebeziumType:
     def encode(texts: pa.Array) -> pa.Array:
         return pa.array([None if t is None else f'"{_unscaled(t)[0]}"' for t in texts.to_pylist()], TEXT)
 
@@ -145,7 +145,7 @@ def _decimal(precision: int, scale: int) -> Kind:
         return _spelled(value, max(scale, 0))
 
     parameters = (("scale", str(max(scale, 0))), ("connect.decimal.precision", str(precision)))
-    return Kind("bytes", "org.apache.kafka.connect.data.Decimal", encode, decode, parameters)
+    return DebeziumType("bytes", "org.apache.kafka.connect.data.Decimal", encode, decode, parameters)
 
 
 def _variables(texts: pa.Array) -> pa.Array:
@@ -161,11 +161,11 @@ def _variable(value: Any) -> str:
 
 
 def _counted(texts: pa.Array, kind: pa.DataType, scale: int, count: Callable[[str], int]) -> pa.Array:
-    """Dates or times as numbers: by Arrow where it reads them, one by one where it does not.
+    """Return dates or times as numbers, with Arrow if it can parse all of them, otherwise one by one.
 
-    :param kind: to which Arrow reads them.
-    :param scale: by which its numbers are divided.
-    :param count: for a text.
+    :param kind: type as which Arrow parses them.
+    :param scale: divisor of its numbers.
+    :param count: returns the number for a text.
     """
     try:
         numbers = texts.cast(kind).cast(pa.int64() if kind != pa.date32() else pa.int32())
@@ -206,13 +206,13 @@ def _timestamp(scale: int) -> Callable[[Any], str]:
 
 
 def _micros(text: str) -> int:
-    """Microseconds since 1970 of a timestamp of any year."""
+    """Return the microseconds since 1970 of a timestamp of any year."""
     match = _DATE.fullmatch(text)
     found = _days(text) * 86_400_000_000 + _of_day(match[4] or "00:00:00" if match else "")
     if not -_INT64 <= found <= _INT64:
         raise LimitExceeded(
-            f"the timestamp {text} is beyond what a number of 64 bits counts in microseconds",
-            "Change the value, or leave its column out by `columns` in the pipeline file.",
+            f"the timestamp {text} is out of range because its microseconds do not fit in 64 bits",
+            "Change the value, or leave its column out with `columns` in the pipeline file.",
         )
     return found
 
@@ -232,7 +232,7 @@ def _time(scale: int) -> Callable[[Any], str]:
 
 
 def _of_day(text: str) -> int:
-    """Microseconds of a time of day, of which 24:00 is the last."""
+    """Return the microseconds of a time of day; 24:00 is the last one."""
     match = _TIME.fullmatch(text)
     assert match is not None, text
     hours, minutes, seconds = (int(match[n]) for n in (1, 2, 3))
@@ -254,7 +254,7 @@ def _infinity_text(number: int, last: int) -> str | None:
 
 
 def _days(text: str) -> int:
-    """Days since 1970 of a date, or of a timestamp's, of any year.
+    """Return the days since 1970 of a date or timestamp of any year.
 
     After Howard Hinnant, "chrono-Compatible Low-Level Date Algorithms", ``days_from_civil``.
     """
@@ -270,7 +270,7 @@ def _days(text: str) -> int:
 
 
 def _civil(days: int) -> tuple[str, str]:
-    """The date of a day since 1970, and what follows the time before Christ; ``civil_from_days``, likewise."""
+    """Return the date of a day since 1970, and the era suffix; after the same source, ``civil_from_days``."""
     era, of_era = divmod(days + 719_468, 146_097)
     year = (of_era - of_era // 1460 + of_era // 36_524 - of_era // 146_096) // 365
     of_year = of_era - (365 * year + year // 4 - year // 100)
@@ -282,11 +282,11 @@ def _civil(days: int) -> tuple[str, str]:
 
 
 def _zoned(digits: int) -> Callable[[pa.Array], pa.Array]:
-    """As ISO 8601 has them, in UTC, with all digits of the second that the type has."""
+    """Return an encoder for timestamps as ISO 8601 in UTC, with as many digits of the second as the type has."""
 
     def encode(texts: pa.Array) -> pa.Array:
         if digits in _UNITS:
-            with suppress(pa.ArrowInvalid):  # of infinities, and of years that Arrow does not read
+            with suppress(pa.ArrowInvalid):  # Arrow cannot parse infinities and some years
                 return _near(texts, _UNITS[digits])
         if pc.any(pc.match_substring_regex(texts, _FAR)).as_py():
             texts = pa.array([None if text is None else _iso_year(text) for text in texts.to_pylist()], TEXT)
@@ -301,16 +301,18 @@ def _zoned(digits: int) -> Callable[[pa.Array], pa.Array]:
 
 
 def _near(texts: pa.Array, unit: str) -> pa.Array:
-    """Timestamps in UTC as ISO 8601 has them.
+    """Return timestamps in UTC as ISO 8601.
 
-    :raises ArrowInvalid: when Arrow does not read one.
+    :raises ArrowInvalid: when Arrow cannot parse one.
     """
     spelled = texts.cast(pa.timestamp(unit, "UTC")).cast(pa.timestamp(unit)).cast(TEXT)
     return joined('"', pc.binary_replace_slice(spelled, 10, 11, "T"), 'Z"')
 
 
 def _iso_year(text: str) -> str:
-    """A timestamp whose year is one of ISO 8601: before the year 1 comes 0, and more than four digits have a sign."""
+    """Return a timestamp with a year of ISO 8601: 0 precedes the year 1, and years of more than four digits have a
+    sign.
+    """
     year, hyphen, rest = text.removesuffix(" BC").partition("-")
     if not hyphen or not year:
         return text
@@ -328,30 +330,30 @@ def _zoned_text(value: Any) -> str:
     return f"{date} {clock}{'.' * bool(fraction)}{fraction}+00{'' if year > 0 else ' BC'}"
 
 
-_STRING = Kind("string", None, quoted, str)
-_VARIABLE = Kind("struct", "io.debezium.data.VariableScaleDecimal", _variables, _variable)
+_STRING = DebeziumType("string", None, quoted, str)
+_VARIABLE = DebeziumType("struct", "io.debezium.data.VariableScaleDecimal", _variables, _variable)
 _TIMES = {
-    ("timestamp without time zone", True): Kind(
+    ("timestamp without time zone", True): DebeziumType(
         "int64", "io.debezium.time.Timestamp", _timestamps(1000), _timestamp(1000)
     ),
-    ("timestamp without time zone", False): Kind(
+    ("timestamp without time zone", False): DebeziumType(
         "int64", "io.debezium.time.MicroTimestamp", _timestamps(1), _timestamp(1)
     ),
-    ("time without time zone", True): Kind("int32", "io.debezium.time.Time", _times(1000), _time(1000)),
-    ("time without time zone", False): Kind("int64", "io.debezium.time.MicroTime", _times(1), _time(1)),
+    ("time without time zone", True): DebeziumType("int32", "io.debezium.time.Time", _times(1000), _time(1000)),
+    ("time without time zone", False): DebeziumType("int64", "io.debezium.time.MicroTime", _times(1), _time(1)),
 }
 _KINDS = {
-    "boolean": Kind("boolean", None, _booleans, _truth),
-    "smallint": Kind("int16", None, _as_is, str),
-    "integer": Kind("int32", None, _as_is, str),
-    "bigint": Kind("int64", None, _as_is, str),
-    "oid": Kind("int64", None, _as_is, str),
-    "real": Kind("float", None, _floats, str),
-    "double precision": Kind("double", None, _floats, str),
-    "bytea": Kind("bytes", None, _base64, _hex),
-    "date": Kind("int32", "io.debezium.time.Date", _dates, _date),
-    "json": Kind("string", "io.debezium.data.Json", quoted, str),
-    "jsonb": Kind("string", "io.debezium.data.Json", quoted, str),
-    "uuid": Kind("string", "io.debezium.data.Uuid", quoted, str),
-    "xml": Kind("string", "io.debezium.data.Xml", quoted, str),
+    "boolean": DebeziumType("boolean", None, _booleans, _truth),
+    "smallint": DebeziumType("int16", None, _as_is, str),
+    "integer": DebeziumType("int32", None, _as_is, str),
+    "bigint": DebeziumType("int64", None, _as_is, str),
+    "oid": DebeziumType("int64", None, _as_is, str),
+    "real": DebeziumType("float", None, _floats, str),
+    "double precision": DebeziumType("double", None, _floats, str),
+    "bytea": DebeziumType("bytes", None, _base64, _hex),
+    "date": DebeziumType("int32", "io.debezium.time.Date", _dates, _date),
+    "json": DebeziumType("string", "io.debezium.data.Json", quoted, str),
+    "jsonb": DebeziumType("string", "io.debezium.data.Json", quoted, str),
+    "uuid": DebeziumType("string", "io.debezium.data.Uuid", quoted, str),
+    "xml": DebeziumType("string", "io.debezium.data.Xml", quoted, str),
 }

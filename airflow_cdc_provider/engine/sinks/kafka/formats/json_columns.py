@@ -1,6 +1,7 @@
-"""JSON as arrays of texts, built column by column.
+"""Builds JSON as arrays of texts, column by column.
 
-Strings are spelled as Jackson spells them, by which Kafka Connect writes messages: keys are compared by their bytes.
+Strings are escaped like those of Jackson, which Kafka Connect uses for messages, because keys are compared by their
+bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ TEXT = pa.large_string()
 NULL = "null"
 
 _FIRST_PLAIN, _FIRST_BEYOND = 0x20, 0xF0
-"""Octets of UTF-8: of the first character that is no control, and with which those begin that UTF-16 has as two."""
+"""Bytes of UTF-8: the first character that is not a control, and the first byte of characters with two
+units in UTF-16.
+"""
 
 _RARE = r"[\x00-\x1f\x{10000}-\x{10ffff}]"
 _BEYOND = re.compile("[\U00010000-\U0010ffff]")
@@ -28,7 +31,7 @@ _SPELLED = str.maketrans(
 
 
 def quoted(texts: pa.Array) -> pa.Array:
-    """Texts as JSON strings; null stays null."""
+    """Return texts as JSON strings; null stays null."""
     texts = texts.cast(TEXT)
     if _is_plain(texts):
         return joined('"', texts, '"')
@@ -44,7 +47,7 @@ def quoted(texts: pa.Array) -> pa.Array:
 
 
 def _is_plain(texts: pa.Array) -> bool:
-    """Whether no text has a character that is spelled otherwise in JSON; all their bytes are looked at as one."""
+    """Return whether no text has a character to be escaped in JSON; the bytes of all texts are checked at once."""
     _, offsets, data = texts.buffers()
     if not len(texts) or data is None or not data.size:
         return True
@@ -59,7 +62,7 @@ def _is_plain(texts: pa.Array) -> bool:
 
 
 def string(text: str) -> str:
-    """A text as a JSON string."""
+    """Return a text as a JSON string."""
     return f'"{_BEYOND.sub(_surrogates, text.translate(_SPELLED))}"'
 
 
@@ -69,10 +72,10 @@ def _surrogates(match: re.Match[str]) -> str:
 
 
 def objects(members: Mapping[str, pa.Array | str], further: Sequence[pa.Array] = ()) -> pa.Array:
-    """JSON objects, one a row.
+    """Return JSON objects, one per row.
 
-    :param members: JSON texts by name; null where the member is null.
-    :param further: more members as texts that begin with a comma, or empty ones.
+    :param members: JSON texts by name; null if the member is null.
+    :param further: more members as texts that begin with a comma, or empty texts.
     """
     parts: list[pa.Array | str] = []
     for n, (name, values) in enumerate(members.items()):
@@ -82,13 +85,13 @@ def objects(members: Mapping[str, pa.Array | str], further: Sequence[pa.Array] =
 
 
 def optional(name: str, values: pa.Array) -> pa.Array:
-    """A member that is left out where it is null, for the end of :func:`objects`."""
+    """Return a member that is omitted if it is null, for the end of :func:`objects`."""
     member = joined(f",{string(name)}:", values.cast(TEXT))
     return pc.fill_null(member, "")
 
 
 def joined(*parts: pa.Array | str) -> pa.Array:
-    """Texts side by side; null where one of them is."""
+    """Return the concatenation of texts; null if one of them is null."""
     texts: list[pa.Array | pa.Scalar] = []
     for constant, run in groupby(parts, lambda part: isinstance(part, str)):  # each part is a step for every row
         side = list(run)
@@ -97,6 +100,6 @@ def joined(*parts: pa.Array | str) -> pa.Array:
 
 
 def each_by_text(texts: pa.Array, spell: Callable[[str], str | None]) -> pa.Array:
-    """What stands for each text, where few are different; null stays null."""
+    """Return the mapped texts, calling ``spell`` once per distinct text; null stays null."""
     encoded = texts.dictionary_encode()
     return pa.array([spell(text) for text in encoded.dictionary.to_pylist()], TEXT).take(encoded.indices)

@@ -1,6 +1,6 @@
-"""What messages look like: events as keys and values, and back.
+"""Encodes events as keys and values of messages, and decodes them.
 
-:class:`PlainFormat` has the row's columns in one object, beside what the change is, see the class.
+:class:`PlainFormat` writes one object with the columns of the row and the metadata of the change.
 """
 
 from __future__ import annotations
@@ -30,51 +30,52 @@ from airflow_cdc_provider.engine.sinks.kafka.formats.json_columns import (
 )
 
 MESSAGES = pa.schema({"key": pa.large_binary(), "value": pa.large_binary(), "everywhere": pa.bool_()})
-"""Of messages: ``key`` is null for tables without one, ``value`` for tombstones; ``everywhere`` says that a message
-goes to every partition."""
+"""The columns of messages. ``key`` is null for tables without a key, ``value`` for tombstones. ``everywhere`` marks
+messages for every partition.
+"""
 
 META = ("_op", "_commit_lsn", "_seq", "_before", "_unchanged")
 
 
 class Format(Protocol):
-    """How events stand in messages. Immutable and picklable."""
+    """A format of messages. Immutable and picklable."""
 
     def require(self, target: Target) -> None:
         """Refuse a table whose rows cannot be messages.
 
-        :raises ConfigError: naming what stands in the way.
+        :raises ConfigError: naming the obstacle.
         """
 
     def encode(self, target: Target, topic: str, events: pa.Table) -> pa.Table:
-        """Events as messages, in their order.
+        """Return events as messages, in order.
 
-        :param events: see :mod:`.events`; none of them moves a row to another key.
-        :returns: with the columns of :data:`MESSAGES`.
+        :param events: see :mod:`.events`; none of them changes the key of a row.
+        :returns: a table with the columns of :data:`MESSAGES`.
         """
 
     def decode(self, target: Target, keys: pa.Array, values: pa.Array) -> pa.RecordBatch:
-        """Messages as events, as :data:`.fetched_side.Rows` has them; tombstones are left out.
+        """Return messages as events, see :data:`.fetched_side.Rows`; tombstones are left out.
 
-        :param keys, values: of type ``large_binary``. They may be of when the table had other columns.
-        :raises TargetConflict: when there is a message that this format has not made.
+        :param keys, values: of type ``large_binary``. They may be older than the current columns of the table.
+        :raises TargetConflict: when a message was not made by this format.
         """
 
 
 @dataclass(frozen=True)
 class PlainFormat:
-    """One JSON object a message: the row, and what has become of it.
+    """One JSON object per message: the row, and the metadata of the change.
 
-    Whole numbers and booleans are JSON's own, everything else is text as Postgres writes it. Keys are objects of the
-    key's columns. ``_op`` is one of r (read), i, u, d, t (truncate), ``_commit_lsn`` and ``_seq`` are the change's
-    place in the log, ``_xid`` and ``_commit_ts`` its transaction; ``_before`` has the old key or row, as far as the log
-    has it, and ``_unchanged`` names columns whose value was not sent as it stays.
+    Whole numbers and booleans are JSON values, everything else is a text as written by Postgres. Keys are objects of
+    the key's columns. ``_op`` is one of r (read), i, u, d, t (truncate). ``_commit_lsn`` and ``_seq`` are the change's
+    position in the log, ``_xid`` and ``_commit_ts`` its transaction. ``_before`` has the old key or row, if the log
+    contains it. ``_unchanged`` names columns with an unchanged value that was not sent.
     """
 
     def require(self, target: Target) -> None:
-        """See :meth:`Format.require`: none is refused."""
+        """Accept every table."""
 
     def encode(self, target: Target, topic: str, events: pa.Table) -> pa.Table:
-        """See :meth:`Format.encode`."""
+        """Return events as messages."""
         columns = target.table.columns
         found = arrays(events)
         rows = {column.name: json_of(column, found[f"c{i}"]) for i, column in enumerate(columns)}
@@ -91,12 +92,12 @@ class PlainFormat:
         return messages(keys_of(target, found, rows), objects({**rows, **meta}, further), found[OP])
 
     def decode(self, target: Target, keys: pa.Array, values: pa.Array) -> pa.RecordBatch:
-        """See :meth:`Format.decode`."""
+        """Return messages as events."""
         return decoded(target, (_event(value) for value in values.to_pylist() if value is not None))
 
 
 def arrays(events: pa.Table) -> dict[str, pa.Array]:
-    """The columns of a table, each in one piece."""
+    """Return the columns of a table, each in one chunk."""
     whole = events.combine_chunks()
     return {
         name: column.chunk(0) if column.num_chunks else pa.array([], column.type)
@@ -105,7 +106,7 @@ def arrays(events: pa.Table) -> dict[str, pa.Array]:
 
 
 def keys_of(target: Target, found: Mapping[str, pa.Array], rows: Mapping[str, pa.Array]) -> pa.Array | None:
-    """The keys of messages as JSON objects, null for those of truncates; ``None`` for a table without a key.
+    """Return the keys of messages as JSON objects, null for truncates; ``None`` for a table without a key.
 
     :param rows: JSON texts of the row's columns, by name.
     """
@@ -116,10 +117,10 @@ def keys_of(target: Target, found: Mapping[str, pa.Array], rows: Mapping[str, pa
 
 
 def messages(keys: pa.Array | None, values: pa.Array, op: pa.Array) -> pa.Table:
-    """Messages of texts.
+    """Return messages of keys and values.
 
-    :param keys: ``None`` when there are none.
-    :param op: of the events.
+    :param keys: ``None`` if there are none.
+    :param op: operations of the events.
     """
     count = len(values)
     key = pa.nulls(count, pa.large_binary()) if keys is None else keys.cast(pa.large_binary())
@@ -127,7 +128,7 @@ def messages(keys: pa.Array | None, values: pa.Array, op: pa.Array) -> pa.Table:
 
 
 def json_of(column: Column, texts: pa.Array) -> pa.Array:
-    """Texts of Postgres as JSON: whole numbers and booleans are JSON's own."""
+    """Return texts of Postgres as JSON; whole numbers and booleans become JSON values."""
     kind = arrow_type(column)
     if pa.types.is_integer(kind):
         return texts
@@ -138,19 +139,19 @@ def json_of(column: Column, texts: pa.Array) -> pa.Array:
 
 
 def names(texts: pa.Array) -> pa.Array:
-    """Texts of arrays of names as JSON."""
+    """Return texts of arrays of names as JSON."""
     return each_by_text(texts, lambda text: json.dumps(array_elements(text), ensure_ascii=False))
 
 
 def decoded(target: Target, events: Iterable[Mapping[str, Any]]) -> pa.RecordBatch:
-    """Events, whose values are texts already, as a batch: the target's columns, and :data:`META`."""
+    """Return events whose values are texts as a batch with the target's columns and :data:`META`."""
     names = [*(column.name for column in target.table.columns), *META]
     rows = list(events)
     return pa.RecordBatch.from_arrays([pa.array([r.get(name) for r in rows], TEXT) for name in names], names=names)
 
 
 def text_of(value: Any) -> str | None:
-    """A value of JSON as Postgres writes it."""
+    """Return a JSON value as the text that Postgres writes."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, bool):
@@ -159,15 +160,15 @@ def text_of(value: Any) -> str | None:
 
 
 def array_text(elements: Sequence[str]) -> str:
-    """The text of an array of names."""
+    """Return the text of an array of names."""
     return str(array_texts([pa.array([each]) for each in elements])[0].as_py())
 
 
 def not_ours(value: bytes) -> TargetConflict:
-    """What is raised of a message that the format has not made."""
+    """Return the error for a message that was not made by the format."""
     return TargetConflict(
         f"a message in the topic is not in the format of the pipeline file: {value[:80]!r}",
-        "Put `sink.format` back, or name other topics by `sink.topic`; and see who else writes to it.",
+        "Put `sink.format` back, or name other topics in `sink.topic`; and find out who else writes to the topic.",
     )
 
 
@@ -186,6 +187,6 @@ def _event(value: bytes) -> dict[str, Any]:
 
 
 def _times(micros: pa.Array) -> pa.Array:
-    """Times as ISO 8601 has them, with six digits of the second."""
+    """Return times as ISO 8601, with six digits of the second."""
     texts = micros.cast(pa.timestamp("us")).cast(TEXT)
     return quoted(joined(pc.replace_substring(texts, " ", "T"), "Z"))

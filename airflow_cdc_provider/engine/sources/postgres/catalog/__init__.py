@@ -1,1 +1,1 @@
-"""Which tables a pipeline captures, how they are defined, and how the publication offers them."""
+"""The captured tables: their rules, their definitions in the catalog, and the publication that offers them."""

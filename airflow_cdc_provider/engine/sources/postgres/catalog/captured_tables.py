@@ -1,8 +1,8 @@
-"""Which tables a pipeline captures: the rules of its file, resolved against the source's catalog.
+"""Resolves the rules of a pipeline file against the source's catalog, to find the tables that it captures.
 
-They are resolved once, before anything is touched. What cannot be captured is refused here, with the SQL that would
-change it, because Postgres itself says so too late: a published table whose updates cannot be described makes the
-*source's* UPDATE and DELETE statements fail. That happens to a table without replica identity, to a column list or
+They are resolved once, before anything is touched. A table that cannot be captured is refused here, with the SQL that
+would change that. Postgres itself would report it too late: a published table whose updates cannot be described makes
+the *source's* UPDATE and DELETE statements fail. That happens to a table without replica identity, to a column list or
 row filter that does not fit the identity, and on Postgres 18 to an identity with generated columns.
 """
 
@@ -20,13 +20,18 @@ import psycopg2
 from psycopg2 import sql
 from psycopg2.extensions import connection as Connection
 
-from airflow_cdc_provider.engine.changes.redefinition import has_silent_key
+from airflow_cdc_provider.engine.changes.redefinition import has_unlogged_key_changes
 from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError, UncapturableTable, UnknownTable
 from airflow_cdc_provider.engine.core.table import Column, Leaf, Table
 from airflow_cdc_provider.engine.core.table_rule import TableRule
 from airflow_cdc_provider.engine.postgres.connection import condition, rows
 from airflow_cdc_provider.engine.postgres.driver_errors import is_outage
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import Catalog, Relation, one_snapshot, read_relations
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import (
+    Catalog,
+    CatalogRelation,
+    one_snapshot,
+    read_relations,
+)
 
 log = logging.getLogger(__name__)
 
@@ -59,18 +64,18 @@ class _Pattern:
             )
         return cls(parts[0], parts[1], is_plain)
 
-    def matches(self, relation: Relation) -> bool:
+    def matches(self, relation: CatalogRelation) -> bool:
         return fnmatchcase(relation.schema, self.schema) and fnmatchcase(relation.name, self.name)
 
 
 @dataclass(frozen=True)
-class Found:
-    """What the source's catalog has for the rules of a pipeline.
+class MatchingTables:
+    """The tables in the source's catalog that match the rules of a pipeline.
 
     :param labels: the label of every relation of the source, by oid.
-    :param tables: what can be captured, by label, in the order of the rules and then of the names.
+    :param tables: those that can be captured, by label, in the order of the rules and then of the names.
     :param errors: by label, why a table that a rule names cannot be captured.
-    :param fatal: errors, some of them of tables, with which the rules cannot stand.
+    :param fatal: errors, some of them of tables, because of which the rules are refused.
     """
 
     labels: Mapping[int, str]
@@ -96,16 +101,16 @@ def resolve(connection: Connection, rules: tuple[TableRule, ...]) -> tuple[Table
     return tuple(found.tables.values())
 
 
-def find(connection: Connection, rules: tuple[TableRule, ...]) -> Found:
-    """As :func:`resolve`, but what cannot be captured is told and not raised, so that other tables can be looked at.
+def find(connection: Connection, rules: tuple[TableRule, ...]) -> MatchingTables:
+    """Find tables as :func:`resolve` does, but return errors of tables in place of raising them.
 
-    :raises ConfigError: when a rule's pattern is none.
+    :raises ConfigError: when a rule's pattern is not valid.
     """
     patterns = [_Pattern.parse(rule.pattern) for rule in rules]
     with one_snapshot(connection):
         relations = read_relations(connection)
         matches = [[r for r in relations if p.matches(r) and (p.is_plain or r.is_candidate)] for p in patterns]
-        owner: dict[int, int] = {}  # which rule a relation belongs to: the first plain one, else the first
+        owner: dict[int, int] = {}  # the rule that a relation belongs to: the first plain one, else the first
         for index in sorted(range(len(rules)), key=lambda i: not patterns[i].is_plain):
             for relation in matches[index]:
                 owner.setdefault(relation.oid, index)
@@ -135,10 +140,10 @@ def find(connection: Connection, rules: tuple[TableRule, ...]) -> Found:
     for matched in matches:
         if matched and all(relation.label in errors for relation in matched):
             fatal.append(errors[matched[0].label])
-    return Found({relation.oid: relation.label for relation in relations}, tables, errors, tuple(fatal))
+    return MatchingTables({relation.oid: relation.label for relation in relations}, tables, errors, tuple(fatal))
 
 
-def _unknown(rule: TableRule, pattern: _Pattern, relations: Sequence[Relation]) -> UnknownTable:
+def _unknown(rule: TableRule, pattern: _Pattern, relations: Sequence[CatalogRelation]) -> UnknownTable:
     candidates = {r.label: r.pattern for r in relations if r.is_candidate}
     similar = difflib.get_close_matches(rule.pattern.replace('"', ""), candidates, n=3)
     hint = f" Similar: {', '.join(candidates[label] for label in similar)}." if similar else ""
@@ -148,7 +153,7 @@ def _unknown(rule: TableRule, pattern: _Pattern, relations: Sequence[Relation]) 
     )
 
 
-def _table(connection: Connection, catalog: Catalog, relation: Relation, rule: TableRule) -> Table:
+def _table(connection: Connection, catalog: Catalog, relation: CatalogRelation, rule: TableRule) -> Table:
     leaves = catalog.leaves.get(relation.oid, ())
     for part in (relation, *leaves):
         _refuse_kind(part, relation.label)
@@ -170,14 +175,14 @@ def _table(connection: Connection, catalog: Catalog, relation: Relation, rule: T
         attnums=relation.attnums,
         generated=tuple(column.name for column, generated in catalog.columns[relation.oid] if generated),
     )
-    if has_silent_key(table):
+    if has_unlogged_key_changes(table):
         table = dataclasses.replace(table, key_constraint=catalog.key(relation, identity).constraint)
     if table.where is not None:
         _check_where(connection, table, table.where)
     return table
 
 
-def _refuse_kind(relation: Relation, label: str) -> None:
+def _refuse_kind(relation: CatalogRelation, label: str) -> None:
     remove = "Remove it from source.tables, or name the tables that its rows come from."
     if relation.kind in _NOT_TABLES:
         raise UncapturableTable(f"{relation.label} is a {_NOT_TABLES[relation.kind]}", remove)
@@ -191,8 +196,8 @@ def _refuse_kind(relation: Relation, label: str) -> None:
         )
 
 
-def _identity(catalog: Catalog, relation: Relation) -> tuple[str, tuple[str, ...]]:
-    """The replica identity of the relation's leaves, and its key columns."""
+def _identity(catalog: Catalog, relation: CatalogRelation) -> tuple[str, tuple[str, ...]]:
+    """Return the replica identity of the relation's leaves, and its key columns."""
     label, quoted = relation.label, relation.quoted
     leaves = catalog.leaves[relation.oid]
     identities = {leaf.identity for leaf in leaves} or {relation.identity}
@@ -200,7 +205,7 @@ def _identity(catalog: Catalog, relation: Relation) -> tuple[str, tuple[str, ...
         statements = " ".join(f"ALTER TABLE {leaf.quoted} REPLICA IDENTITY FULL;" for leaf in leaves)
         raise UncapturableTable(
             f"the partitions of {label} differ in their replica identity",
-            f"Give all the same; for example run: {statements}",
+            f"Give them the same replica identity; for example run: {statements}",
         )
     (identity,) = identities
     if identity == "n":
@@ -226,7 +231,7 @@ def _identity(catalog: Catalog, relation: Relation) -> tuple[str, tuple[str, ...
 
 
 def _columns(
-    catalog: Catalog, relation: Relation, rule: TableRule, identity: str, key: tuple[str, ...]
+    catalog: Catalog, relation: CatalogRelation, rule: TableRule, identity: str, key: tuple[str, ...]
 ) -> tuple[Column, ...]:
     label, quoted = relation.label, relation.quoted
     columns = {column.name: column for column, generated in catalog.columns[relation.oid] if not generated}
@@ -264,7 +269,7 @@ def _columns(
 
 
 def _check_where(connection: Connection, table: Table, where: str) -> None:
-    """Let the source judge a rule's condition; unless the identity is FULL, only key columns may stand in it."""
+    """Let the source check a rule's condition; unless the identity is FULL, it may use key columns only."""
     stored = table.leaves[0] if table.leaves else Leaf(table.oid, table.schema, table.name)
     relation, name = sql.Identifier(stored.schema, stored.name), sql.Identifier(stored.name)
     key = sql.SQL(", ").join(map(sql.Identifier, table.key))

@@ -1,7 +1,7 @@
-"""The source's catalog: relations with their columns, keys, replica identities and leaves, read in one snapshot.
+"""Reads the source's catalog: relations with their columns, keys, replica identities and leaves, in one snapshot.
 
 Rows live in *leaves*: an ordinary table is its own leaf, a partitioned one has those of its partition tree. Leaves
-are what is published and read, so it is their replica identity that counts.
+are what is published and read, so their replica identity counts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamesp
 WHERE c.relkind IN ('r', 'p', 'v', 'm', 'f')
 ORDER BY n.nspname, c.relname
 """
-# A walk of our own: what Postgres has for it waits for a lock on every partition, and is not of the query's snapshot.
+# Postgres's own function would wait for a lock on every partition, and would not use the query's snapshot.
 TREE = """tree AS (
     SELECT t.root, t.root::pg_catalog.oid AS oid FROM pg_catalog.unnest(%s::int8[]) AS t (root)
     UNION ALL
@@ -34,7 +34,7 @@ TREE = """tree AS (
     JOIN pg_catalog.pg_class c ON c.oid = tree.oid AND c.relkind = 'p'
     JOIN pg_catalog.pg_inherits i ON i.inhparent = tree.oid AND NOT i.inhdetachpending
 )"""
-"""For ``WITH RECURSIVE``: some relations, and the partitions below each ``root``."""
+"""A common table expression for ``WITH RECURSIVE``: some relations, and the partitions below each ``root``."""
 
 
 _LEAVES = f"""
@@ -78,13 +78,13 @@ made AS (
     WHERE p.part >= 16384
 )
 """
-"""A common table expression: the types of the columns of some relations, and of what types each is made.
+"""A common table expression: the types of the columns of some relations, and the types that each is composed of.
 
-Types that come with Postgres are left out: they never change.
+Types that come with Postgres are left out, since they never change.
 """
 
 
-# Sorting finds a type's operators by itself, a comparison only on the search path, which is pg_catalog's here.
+# Sorting finds a type's operators in any schema, a comparison only on the search path, which is pg_catalog here.
 _COLUMNS = f"""
 WITH RECURSIVE {TYPES}, parts AS (
     SELECT m.type, 'label ' || e.oid AS name, e.enumlabel || ' ' || e.xmin::text AS content
@@ -141,7 +141,7 @@ LEFT JOIN pg_catalog.pg_namespace cn ON cn.oid = c.collnamespace
 WHERE a.attrelid = ANY (%s::pg_catalog.oid[]) AND a.attnum > 0 AND NOT a.attisdropped
 ORDER BY a.attrelid, a.attnum
 """
-# A deferrable index is no replica identity, and identifies no row while a transaction swaps two keys.
+# A deferrable index cannot be a replica identity, and identifies no row while a transaction swaps two keys.
 _KEYS = """
 SELECT i.indrelid::int8, i.indisprimary, i.indisreplident, coalesce(k.oid, i.indexrelid)::int8,
        ARRAY(SELECT a.attname::text FROM pg_catalog.unnest(i.indkey) WITH ORDINALITY AS u (attnum, position)
@@ -156,13 +156,13 @@ WHERE i.indrelid = ANY (%s::pg_catalog.oid[]) AND i.indisvalid AND i.indisunique
 
 
 @dataclass(frozen=True)
-class Relation:
+class CatalogRelation:
     """A relation of the source, whether it can be captured or not.
 
     :param kind: as ``pg_class.relkind``.
     :param persistence: as ``pg_class.relpersistence``.
     :param identity: its replica identity, as ``pg_class.relreplident``.
-    :param attnums: the highest number that a column of it has had.
+    :param attnums: the highest number that any of its columns has had.
     :param filenode, toast: see :class:`Leaf`.
     """
 
@@ -179,37 +179,37 @@ class Relation:
 
     @property
     def label(self) -> str:
-        """``schema.name`` without quotes."""
+        """Return ``schema.name`` without quotes."""
         return f"{self.schema}.{self.name}"
 
     @property
     def quoted(self) -> str:
-        """Its name as SQL."""
+        """Return its name as SQL."""
         return f"{quote_identifier(self.schema)}.{quote_identifier(self.name)}"
 
     @property
     def pattern(self) -> str:
-        """How the pipeline file has to name it."""
+        """Return the pattern that names it in the pipeline file."""
         return ".".join(quote_identifier(p) if re.search(r'[.*?["]', p) else p for p in (self.schema, self.name))
 
     @property
     def is_system(self) -> bool:
-        """Whether its schema is one of Postgres's own."""
+        """Return whether its schema is one of Postgres's own."""
         return self.schema.startswith("pg_") or self.schema == "information_schema"
 
     @property
     def is_candidate(self) -> bool:
-        """Whether a glob may take it."""
+        """Return whether a glob may match it."""
         ours = self.schema == "airflow_cdc"
         return self.kind in "rp" and not self.is_partition and not self.is_system and not ours
 
 
 @dataclass(frozen=True)
 class Key:
-    """What identifies a row.
+    """The key that identifies a row.
 
     :param columns: in the order of the index; empty when there are none.
-    :param constraint: oid of its constraint, of its index when it has none.
+    :param constraint: oid of its constraint, or of its index when it has none.
     """
 
     columns: tuple[str, ...] = ()
@@ -218,30 +218,32 @@ class Key:
 
 @dataclass(frozen=True)
 class Catalog:
-    """What the source's catalog says of the relations that a pipeline names.
+    """The catalog's entries for the relations that a pipeline names.
 
-    :param version: the server's, as a number.
+    :param version: of the server, as a number.
     :param relations: all of the source, by oid.
     :param leaves: by the oid of a named relation.
     :param places: by the oid of a leaf, see :class:`Leaf`.
-    :param columns: by the oid of a named relation, each with whether it is generated.
+    :param columns: by the oid of a named relation, each with a flag for generated columns.
     :param primary: by oid of a relation or leaf, its primary key.
     :param identity_index: by oid of a relation or leaf, its REPLICA IDENTITY USING INDEX.
     """
 
     version: int
-    relations: Mapping[int, Relation]
-    leaves: Mapping[int, tuple[Relation, ...]]
+    relations: Mapping[int, CatalogRelation]
+    leaves: Mapping[int, tuple[CatalogRelation, ...]]
     places: Mapping[int, str]
     columns: Mapping[int, tuple[tuple[Column, bool], ...]]
     primary: Mapping[int, Key]
     identity_index: Mapping[int, Key]
 
     @classmethod
-    def load(cls, connection: Connection, relations: Sequence[Relation], named: Sequence[Relation]) -> Catalog:
-        """Read what there is of the ``named`` among the ``relations``, within :func:`one_snapshot`."""
+    def load(
+        cls, connection: Connection, relations: Sequence[CatalogRelation], named: Sequence[CatalogRelation]
+    ) -> Catalog:
+        """Read the entries of the ``named`` among the ``relations``, within :func:`one_snapshot`."""
         by_oid = {relation.oid: relation for relation in relations}
-        leaves: dict[int, tuple[Relation, ...]] = {r.oid: (r,) if r.kind == "r" else () for r in named}
+        leaves: dict[int, tuple[CatalogRelation, ...]] = {r.oid: (r,) if r.kind == "r" else () for r in named}
         for root, leaf in rows(connection, _LEAVES, [[r.oid for r in named if r.kind == "p"]]):
             leaves[root] += (by_oid[leaf],)
         oids = list(leaves) + [leaf.oid for group in leaves.values() for leaf in group]
@@ -264,15 +266,15 @@ class Catalog:
                 identity_index[oid] = key
         return cls(connection.info.server_version, by_oid, leaves, places, columns, primary, identity_index)
 
-    def key(self, relation: Relation, identity: str) -> Key:
-        """What identifies a row of ``relation`` under ``identity``."""
+    def key(self, relation: CatalogRelation, identity: str) -> Key:
+        """Return the key of ``relation`` under a replica identity."""
         return (self.identity_index if identity == "i" else self.primary).get(relation.oid, Key())
 
 
 def _with_shapes(
     connection: Connection, columns: Mapping[int, tuple[tuple[Column, bool], ...]]
 ) -> dict[int, tuple[tuple[Column, bool], ...]]:
-    """Say of the columns of some relations what their types are made of, where these do not come with Postgres."""
+    """Add to the columns of some relations the shapes of their types, for types that do not come with Postgres."""
     own = {(c.type_oid, c.type) for group in columns.values() for c, _ in group if not c.builtin}
     shapes = dict(zip(own, read_shapes(connection, list(own)), strict=True))
     return {
@@ -284,7 +286,7 @@ def _with_shapes(
 
 @contextmanager
 def one_snapshot(connection: Connection) -> Iterator[None]:
-    """Columns and files are those of one moment: a rewrite between them would not be told from none."""
+    """Run the block in one snapshot: a rewrite between reading columns and files would go unnoticed."""
     rows(connection, "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
     try:
         yield
@@ -293,13 +295,13 @@ def one_snapshot(connection: Connection) -> Iterator[None]:
 
 
 def ancestors(connection: Connection, oids: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """The partitioned tables that each of some tables is a partition of, at any depth; tables may be gone."""
+    """Return the partitioned tables of which each table is a partition, at any depth; tables may be gone."""
     found: dict[int, tuple[int, ...]] = dict.fromkeys(oids, ())
     for oid, root in rows(connection, _ANCESTORS, [list(oids)]):
         found[oid] += (root,)
     return found
 
 
-def read_relations(connection: Connection) -> list[Relation]:
-    """All tables, views and foreign tables of the source, by schema and name."""
-    return [Relation(*values) for values in rows(connection, _RELATIONS)]
+def read_relations(connection: Connection) -> list[CatalogRelation]:
+    """Return all tables, views and foreign tables of the source, by schema and name."""
+    return [CatalogRelation(*values) for values in rows(connection, _RELATIONS)]

@@ -1,7 +1,7 @@
-"""What the source's catalog says of captured tables now, held against the sink's record.
+"""Compares the definitions of captured tables in the source's catalog with those in the sink's record.
 
-DDL that no change follows, partitions that come and go, rewrites: nothing in the log tells of them. So the
-catalog is looked at when a stream starts and, if it has been touched, at every heartbeat.
+The log does not show DDL that is followed by no change, nor partitions that come and go, nor rewrites. So the catalog
+is checked when a stream starts and, if it has been modified, at every heartbeat.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from airflow_cdc_provider.engine.core.table import Leaf, Table
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import Connection, rows, scalar
 from airflow_cdc_provider.engine.runs.commit_records import existing_record
-from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import Found, find
+from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import MatchingTables, find
 from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import TREE, TYPES, ancestors
 from airflow_cdc_provider.engine.sources.postgres.catalog.publication import (
     named_oids,
@@ -26,7 +26,7 @@ from airflow_cdc_provider.engine.sources.postgres.catalog.publication import (
 from airflow_cdc_provider.engine.sources.postgres.recorded_slot import RecordedSlot
 from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
 
-# Every entry of the catalog that a definition is made of, and the transaction that wrote it.
+# All catalog entries that a definition consists of, each with the transaction that wrote it.
 _STATE = f"""
 WITH RECURSIVE {TYPES}, types AS (
     SELECT t.tableoid, t.oid, t.xmin, t.typnamespace, t.typrelid FROM pg_catalog.pg_type t
@@ -51,7 +51,7 @@ WITH RECURSIVE {TYPES}, types AS (
 SELECT pg_catalog.md5(pg_catalog.string_agg(e::pg_catalog.text, ' ' ORDER BY e::pg_catalog.text)) FROM entries e
 """
 # A transaction that rewrites the table after its TRUNCATE, or does something else before it, has more than one command.
-# Whoever updates the entry later, also in vain, puts its own command's number there: then xmax is set.
+# A later update of the entry, even if rolled back, stores its command number in cmin's place, and sets xmax.
 _TRUNCATED = """
 SELECT c.oid::int8
 FROM ROWS FROM (pg_catalog.unnest(%s::int8[]), pg_catalog.unnest(%s::int8[])) AS t (leaf, xid)
@@ -61,21 +61,21 @@ JOIN pg_catalog.pg_class c ON c.oid = t.leaf::pg_catalog.oid AND c.xmin::text = 
 
 
 def catalog_state(connection: Connection, publication: str, targets: Sequence[Target]) -> str:
-    """A mark of the catalog's entries for captured tables: as long as it stays, so do the definitions."""
+    """Return a digest of the catalog's entries for captured tables; while it stays the same, so do the definitions."""
     roots = [target.table.oid for target in targets]
     entries = published_entries(connection, publication, [target.table for target in targets])
     return f"{scalar(connection, _STATE, [roots, roots, roots])} {sorted(entries.items())}"
 
 
-def look(
+def read_definitions(
     connection: Connection, pipeline: Pipeline, targets: Sequence[Target], truncates: Mapping[int, int] | None = None
 ) -> dict[str, Table | CdcError]:
-    """Read from the catalog what captured tables are now, or why they cannot be followed; by label.
+    """Read the current definitions of captured tables from the catalog, or why they cannot be followed; by label.
 
-    :param truncates: the transactions by which leaves were last truncated, as far as the log has told.
+    :param truncates: the transactions that last truncated leaves, according to the log so far.
     """
     found = find(connection, postgres_settings(pipeline).tables)
-    # The record is read first: what is published anew meanwhile then shows as a difference, and is looked at again.
+    # The record is read first: a table that is published again meanwhile shows as a difference, and is checked again.
     record = existing_record(pipeline)
     published = published_oids(connection, postgres_settings(pipeline).publication)
     entries = published_entries(
@@ -87,7 +87,7 @@ def look(
     above = ancestors(connection, [target.table.oid for target in targets])
     captured = {target.table.oid: target.table.label for target in record.targets}
     roots = {oid: [captured[root] for root in among if root in captured] for oid, among in above.items()}
-    # Last: what a TRUNCATE left has been so since, also when the tables were read.
+    # Last: a leaf that is still as a TRUNCATE left it was so when the tables were read, too.
     parameters = [list(truncates or ()), list((truncates or {}).values())]
     truncated = frozenset(oid for (oid,) in rows(connection, _TRUNCATED, parameters))
     now: dict[str, Table | CdcError] = {}
@@ -99,17 +99,17 @@ def look(
     return now
 
 
-def drifted(
+def changed_definitions(
     connection: Connection, pipeline: Pipeline, targets: Sequence[Target], truncates: Mapping[int, int] | None = None
 ) -> dict[str, Table | CdcError]:
-    """As :func:`look`, of the tables that are not as recorded."""
-    now = look(connection, pipeline, targets, truncates)
+    """Return the definitions as :func:`read_definitions`, but only of tables that are not defined as recorded."""
+    now = read_definitions(connection, pipeline, targets, truncates)
     recorded = {target.table.label: target.table for target in targets}
     return {label: after for label, after in now.items() if decide(recorded[label], after) != Unchanged()}
 
 
-def _attached(found: Found, roots: Sequence[str], table: Table) -> CannotFollow | None:
-    """Why a table cannot be followed by itself any more: its rows are those of another captured table, too."""
+def _attached(found: MatchingTables, roots: Sequence[str], table: Table) -> CannotFollow | None:
+    """Return an error if a table has become a partition of another captured table, which also has its rows now."""
     label = table.label
     if not roots or (label in found.tables and found.tables[label].oid != table.oid):
         return None
@@ -121,7 +121,7 @@ def _attached(found: Found, roots: Sequence[str], table: Table) -> CannotFollow 
 
 
 def _now(
-    found: Found, published: frozenset[int], altered: frozenset[int], table: Table, pipeline: Pipeline
+    found: MatchingTables, published: frozenset[int], altered: frozenset[int], table: Table, pipeline: Pipeline
 ) -> Table | CdcError:
     label = table.label
     name = found.labels.get(table.oid)
@@ -162,10 +162,10 @@ def _now(
 
 
 def _accounted(before: Table, now: Table, named: frozenset[int], truncated: frozenset[int]) -> Table:
-    """Say of leaves in a new place, or a new file, that all of their changes have been streamed, where that is known.
+    """Mark leaves in a new place, or with a new file, as completely streamed, if that is known.
 
-    What the publication has by name stays in it wherever it goes, and Postgres does not let it be UNLOGGED; and nothing
-    is left of what was done before a TRUNCATE that has been streamed.
+    A leaf that the publication has by name stays in it wherever the leaf is moved, and Postgres does not allow it to be
+    UNLOGGED. And after a TRUNCATE that has been streamed, no effect of earlier changes is left.
     """
     recorded = {leaf.oid: leaf for leaf in before.leaves}
 

@@ -1,7 +1,6 @@
-"""The publication: which tables, columns and rows the slot's stream carries.
+"""The publication, which decides about the tables, columns and rows in the slot's stream.
 
-Leaves are published, not partition roots: under ``publish_via_partition_root`` a
-TRUNCATE of a partition is not sent at all.
+Leaves are published, not partition roots: with ``publish_via_partition_root`` a TRUNCATE of a partition is not sent.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from airflow_cdc_provider.engine.postgres.connection import Connection, conditio
 
 
 def publication_sql(connection: Connection, publication: str, tables: Sequence[Table]) -> str:
-    """The statement that creates a publication of the tables' leaves, with the columns and conditions of their rules.
+    """Return the statement that creates a publication of the tables' leaves, by the rules of the pipeline file.
 
     :param connection: to the source.
     :param publication: its name.
@@ -30,7 +29,7 @@ def publication_sql(connection: Connection, publication: str, tables: Sequence[T
 
 
 def published_leaf(connection: Connection, table: Table, leaf: Leaf) -> str:
-    """A leaf as it stands in ``CREATE PUBLICATION … FOR TABLE``, with the columns and condition of its rule."""
+    """Return a leaf as an item of ``CREATE PUBLICATION … FOR TABLE``, with the columns and condition of its rule."""
     if (table.column_list or table.where is not None) and connection.info.server_version < 150000:
         raise ConfigError(
             f"source.tables: columns and where of {table.label} need Postgres 15 or newer on the source",
@@ -46,7 +45,7 @@ def published_leaf(connection: Connection, table: Table, leaf: Leaf) -> str:
 
 
 def published_oids(connection: Connection, publication: str) -> frozenset[int]:
-    """The oids of the tables and partitions that a publication streams, if not via their roots.
+    """Return the oids of the tables and partitions that a publication streams, if not via their roots.
 
     Postgres's own function waits for a lock on each of them.
     """
@@ -69,7 +68,7 @@ def published_oids(connection: Connection, publication: str) -> frozenset[int]:
 
 
 def named_oids(connection: Connection, publication: str) -> frozenset[int]:
-    """The oids of the relations that a publication has by name."""
+    """Return the oids of the relations that a publication has by name."""
     query = (
         "SELECT r.prrelid::bigint FROM pg_catalog.pg_publication_rel r"
         " JOIN pg_catalog.pg_publication p ON p.oid = r.prpubid AND p.pubname = %s"
@@ -78,11 +77,11 @@ def named_oids(connection: Connection, publication: str) -> frozenset[int]:
 
 
 def published_entries(connection: Connection, publication: str, tables: Sequence[Table]) -> dict[int, str]:
-    """The entries of the catalog that publish each leaf: oids, none where all tables are published.
+    """Return the catalog entries that publish each leaf, as oids; none if the publication is for all tables.
 
     A table that leaves the publication and comes back, and one whose columns or condition are changed, get a new entry.
 
-    :returns: by the leaf's oid, to be noted in the record.
+    :returns: by the leaf's oid, to be recorded.
     """
     by_schema = (
         " UNION ALL SELECT s.oid, c.oid, s.pnpubid FROM pg_catalog.pg_publication_namespace s"
@@ -104,11 +103,11 @@ def published_entries(connection: Connection, publication: str, tables: Sequence
 def published_otherwise(
     connection: Connection, publication: str, tables: Sequence[Table]
 ) -> tuple[list[Leaf], list[Leaf]]:
-    """The leaves that a publication lacks, and those of which it publishes other columns or rows than captured.
+    """Return the leaves that a publication lacks, and those of which it publishes other columns or rows than captured.
 
-    A column that has been dropped or renamed since ``tables`` were read is not held against the publication.
+    A column that was dropped or renamed after ``tables`` were read does not count as a difference.
     """
-    # Columns that a leaf has and that are not published.
+    # The columns of a leaf that are not published.
     hidden = (
         "ARRAY(SELECT a.attname::text FROM pg_catalog.pg_attribute a"
         " JOIN pg_catalog.pg_class c ON c.oid = a.attrelid JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace"
@@ -132,7 +131,7 @@ def published_otherwise(
 
 
 def _same_rows(connection: Connection, leaf: Leaf, captured: str | None, published: str | None) -> bool:
-    """Whether two conditions are the same to the server, which writes them in its own way: their plans tell."""
+    """Return whether two conditions are the same to the server, by their plans: it rewrites their text."""
     if captured is None or published is None:
         return captured is published
     one, other = (
@@ -147,16 +146,16 @@ def _same_rows(connection: Connection, leaf: Leaf, captured: str | None, publish
     return one == other
 
 
-def publish_anew(
+def republish(
     connection: Connection, publication: str, before: Table | None, table: Table, recorded: Mapping[int, str]
 ) -> dict[int, str]:
-    """Publish a table that is going to be read whole, with the columns and condition of its rule.
+    """Publish a table that is going to be read as a whole, with the columns and condition of its rule.
 
-    A publication of somebody else that has all of that, and maybe more columns, stays as it is.
+    A publication of another owner that has all of that, and maybe more columns, stays as it is.
 
     :param before: as it was published until now.
     :param recorded: the entries that published it then, among others; if it has others by now, the re-read for another
-        sink has published it anew already.
+        sink has already published it again.
     :returns: see :func:`published_entries`.
     :raises MissingPrivilege: when it is published otherwise, and the role may not change that.
     """
@@ -166,7 +165,7 @@ def publish_anew(
         now = published_entries(connection, publication, [table])
         chosen_anew = all(recorded.get(leaf, entry) == entry for leaf, entry in now.items())
     if otherwise or (chosen_anew and _is_ours(connection, publication)):
-        # Only what it has now: a leaf that it has had may be another captured table's.
+        # Only its current leaves: a former leaf may belong to another captured table.
         unpublish(connection, publication, [leaf.oid for leaf in table.leaves])
     create_publication(connection, publication, [table])
     entries = published_entries(connection, publication, [table])
@@ -181,7 +180,7 @@ def publish_anew(
 
 
 def _chosen(table: Table) -> tuple[object, ...]:
-    """What the publication has to say of a table beside its name."""
+    """Return the rows and columns that the publication has to publish of a table."""
     return table.where, [column.attnum for column in table.columns] if table.column_list else None
 
 
@@ -214,7 +213,7 @@ def create_publication(connection: Connection, publication: str, tables: Sequenc
 
 
 def unpublish(connection: Connection, publication: str, leaves: Collection[int]) -> None:
-    """Take those leaves out of the publication that stand in it by name.
+    """Remove those leaves from the publication that it has by name.
 
     :param leaves: their oids; they may be gone.
     """
@@ -230,12 +229,12 @@ def unpublish(connection: Connection, publication: str, leaves: Collection[int])
 
 
 def drop_publication(connection: Connection, publication: str) -> None:
-    """Remove the publication, if it exists and is ours: what somebody else has made since then under its name stays."""
+    """Drop the publication, if it exists and the role owns it; one that another role has made under its name stays."""
     if _is_ours(connection, publication):
         rows(connection, sql.SQL("DROP PUBLICATION {}").format(sql.Identifier(publication)))
 
 
 def _is_ours(connection: Connection, publication: str) -> bool:
-    """Whether a publication exists and the role may change it."""
+    """Return whether a publication exists and the role may change it."""
     ours = "SELECT 1 FROM pg_publication WHERE pubname = %s AND pg_has_role(pubowner, 'USAGE')"
     return bool(rows(connection, ours, [publication]))

@@ -1,8 +1,7 @@
-"""The restart gate: whether the source can continue what the sink's commit record says.
+"""The restart gate: checks that the source can continue from the sink's commit record.
 
-Postgres does not ask. It forwards a stale start silently, accepts a start beyond
-the end of its log; rows would be gone without a word. So it is asked here, at every
-start and at every heartbeat, and refused with the repair.
+Postgres does not check that. It silently forwards a stale start, and accepts a start beyond the end of its log; rows
+would be lost without an error. So it is checked here, at every start and every heartbeat. A refusal names the repair.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ _PREVENTION = {
     "rows_removed": "set hot_standby_feedback on standbys, and let them take the slot over from the primary",
     "wal_level_insufficient": "leave wal_level at logical",
 }
-"""What keeps a server from giving a slot up, by the reason that it gives."""
+"""Settings that prevent a server from invalidating a slot, by its reason for that."""
 
 
 @dataclass(frozen=True)
 class Passage:
-    """What the gate found when it let a pipeline through.
+    """The state of the source when the gate let a pipeline through.
 
     :param timeline: the timeline that the source is on now.
     """
@@ -55,14 +54,14 @@ class Passage:
     timeline: int
 
     def has_moved(self, record: Record) -> bool:
-        """Whether the source is on another timeline than the commit record knows."""
+        """Return whether the source is on another timeline than is recorded."""
         return self.timeline != RecordedSlot.of(record.identity).slot_identity.timeline
 
     def news(self, record: Record) -> dict[str, Any]:
-        """What of it the commit record does not know yet, as it is noted there.
+        """Return the values that the commit record does not have yet.
 
-        A server writes ``restart_lsn`` to its disk before anything follows from it, so that on the same timeline the
-        slot is never seen below it again, not even after a crash; in a copy of the cluster taken earlier it is.
+        A server writes ``restart_lsn`` to its disk before it acts on it. So on the same timeline the slot is never seen
+        below it again, not even after a crash; but it is in an earlier copy of the cluster.
         """
         recorded, seen = RecordedSlot.of(record.identity), noted_seen(self.slot.restart_lsn)
         if self.timeline != recorded.slot_identity.timeline:
@@ -70,15 +69,15 @@ class Passage:
         return seen if self.slot.restart_lsn > recorded.seen else {}
 
 
-def note_passage(sink: Sink, record: Record, passage: Passage) -> dict[str, Any]:
+def record_passage(sink: Sink, record: Record, passage: Passage) -> dict[str, Any]:
     """Record how the source has moved on.
 
-    :returns: what was recorded, as it stands there; empty without news.
+    :returns: the values that were recorded; empty if there were no new ones.
     :raises Fenced: when another run has taken over.
     """
     news = passage.news(record)
     if news:
-        sink.note_source(record.epoch, news)
+        sink.record_source(record.epoch, news)
     return news
 
 
@@ -97,11 +96,11 @@ def require_primary(connection: Connection) -> None:
 def gate(
     connection: Connection, source: PostgresSourceSettings, record: Record, applied_now: Callable[[], Lsn] | None = None
 ) -> Passage:
-    """Check that the source can continue what the sink's record says.
+    """Check that the source can continue from the sink's record.
 
     :param connection: to the source.
     :param record: the commit record.
-    :param applied_now: tells the applied LSN where units are being committed meanwhile; it is asked after the slot.
+    :param applied_now: returns the applied LSN while units are being committed; called after the slot is read.
     :raises GateClosed: naming what differs and the repair.
     """
     require_primary(connection)
@@ -113,15 +112,15 @@ def gate(
     moved = now.timeline != recorded.slot_identity.timeline
     _check_slot(connection, source, record, state, applied, f"timeline {now.timeline}" if moved else None)
     assert state is not None
-    # The filters of chunks with H beyond it are needed too.
+    # The filters of chunks whose high watermark lies beyond it are needed, too.
     needed = max(applied, record.high)
     if moved:
         _check_timeline(source, recorded.slot_identity.timeline, now.timeline, needed)
     elif state.restart_lsn < recorded.seen:
         raise GateClosed(
-            f"slot {source.slot!r} has gone back to {format_lsn(state.restart_lsn)}, from"
-            f" {format_lsn(recorded.seen)}: the source has been restored from a copy, and what it has written since is"
-            " not what the sink was filled from",
+            f"slot {source.slot!r} is at {format_lsn(state.restart_lsn)}, but was at {format_lsn(recorded.seen)}"
+            " before: the source has been restored from a copy, and its log since then is not the one from which the"
+            " sink was filled",
             REPAIR,
         )
     end = flushed(connection)

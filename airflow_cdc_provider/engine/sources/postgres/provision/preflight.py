@@ -1,4 +1,4 @@
-"""What is checked of the tables that a pipeline captures, and of its publication."""
+"""Checks the tables that a pipeline captures, and its publication."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from airflow_cdc_provider.engine.sources.postgres.settings import postgres_setti
 
 
 def check_tables(checks: Checks, source: Connection, pipeline: Pipeline) -> tuple[Table, ...] | None:
-    """Check which tables are captured, and that they can be.
+    """Find the tables that are captured, and check that they can be.
 
-    :returns: the tables; ``None`` when the rules of the file cannot be followed.
+    :returns: the tables; ``None`` when the rules of the file are refused.
     """
     tables = checks.run(
         "tables",
@@ -49,16 +49,16 @@ def check_tables(checks: Checks, source: Connection, pipeline: Pipeline) -> tupl
 
 
 def _publication(source: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> str:
-    """As :func:`check_publication`, before the record has been read, which tells what is captured already."""
+    """Check the publication as :func:`check_publication`, without the record, which has the captured tables."""
     query = "SELECT 1 FROM pg_catalog.pg_replication_slots WHERE slot_name = %s"
     settled = () if rows(source, query, [postgres_settings(pipeline).slot]) else tables
     return check_publication(source, pipeline, tables, settled)
 
 
 def check_publication(source: Connection, pipeline: Pipeline, tables: Sequence[Table], settled: Sequence[Table]) -> str:
-    """Check that the publication can be made, or is there and publishes what is captured.
+    """Check that the publication can be created, or exists and publishes what is captured.
 
-    :param settled: those of the tables, with those of their leaves, that the role does not publish anew.
+    :param settled: those of the tables, with those of their leaves, that are not going to be published again.
     """
     name = postgres_settings(pipeline).publication
     quoted = sql.Identifier(name).as_string(source)

@@ -1,8 +1,8 @@
-"""The claim to a pipeline: of the commands that make its slot, or remove it, one at a time.
+"""The provision lock: only one command at a time makes or removes the slot of a pipeline.
 
-Two that find no record, or the same one, would each take the other's slot for what a broken attempt has left. The
-claim is a lock at the source, and the session that holds it does all that is done there: a command whose claim is
-taken away touches nothing there any more, and however it ends, the claim ends with it.
+If two commands found no record, or the same one, each would mistake the other's slot for the leftover of a failed
+attempt. The lock is an advisory lock at the source, and the session that holds it does all the work there. So a command
+that loses the lock changes nothing there any more, and the lock ends with the command, however that ends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from airflow_cdc_provider.engine.postgres.connection import Connection, rows, sc
 
 _SPACE = "airflow_cdc"
 _WAIT_SECONDS = 1.0
-"""For the session of a process that has just died to end; a command that works is not waited for."""
+"""Long enough for the session of a process that has just died to end; a command at work takes longer."""
 _END_SECONDS = 10.0
 _HOLDERS = (
     "FROM pg_locks WHERE locktype = 'advisory' AND granted AND pid <> pg_backend_pid() AND objsubid = 2"
@@ -22,23 +22,23 @@ _HOLDERS = (
 )
 
 
-def claim(source: Connection, pipeline: str, takeover: bool) -> None:
-    """Claim a pipeline, until the session ends.
+def take_provision_lock(source: Connection, pipeline: str, takeover: bool) -> None:
+    """Take the lock of a pipeline until the session ends.
 
-    :param source: whatever is done to slot and publication has to be done by this session.
-    :param takeover: end the session of another command that holds the claim, rather than be refused.
+    :param source: the session that also has to do all work on slot and publication.
+    :param takeover: end the session of another command that holds the lock, in place of being refused.
     :raises SecondWriter: naming that session.
     """
     names = [_SPACE, pipeline]
 
-    def claimed() -> bool:
+    def taken() -> bool:
         return bool(scalar(source, "SELECT pg_try_advisory_lock(hashtext(%s), hashtext(%s))", names))
 
-    if claimed():
+    if taken():
         return
     if takeover:
         rows(source, f"SELECT pg_terminate_backend(pid) {_HOLDERS}", names)
-    if not await_condition(claimed, _END_SECONDS if takeover else _WAIT_SECONDS):
+    if not await_condition(taken, _END_SECONDS if takeover else _WAIT_SECONDS):
         pids = ", ".join(str(pid) for (pid,) in rows(source, f"SELECT pid {_HOLDERS}", names))
         raise SecondWriter(
             f"another command is making or removing the slot of pipeline {pipeline!r} (session {pids or '?'} of the"

@@ -1,9 +1,8 @@
-"""Making a pipeline ready: publication, slot, barrier, target tables, commit record, plan.
+"""Provisions a pipeline: publication, slot, barrier, target tables, commit record, plan.
 
-Publication first, then the slot, then the barrier: from there on every transaction
-that the slot will not stream is visible to every new snapshot, and chunks may be
-read. The commit record comes after the slot, with the slot's start as
-applied LSN. What is found in place is verified, not made again.
+The publication comes first, then the slot, then the barrier. From there on every transaction that the slot will not
+stream is visible to every new snapshot, and chunks may be read. The commit record comes after the slot, with the slot's
+start as applied LSN. Existing objects are verified, not created again.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from airflow_cdc_provider.engine.runs.commit_records import (
     require_targets,
     sink_of,
 )
-from airflow_cdc_provider.engine.runs.record_copy import Ledger, read_ledger, write_ledger
+from airflow_cdc_provider.engine.runs.record_copy import RecordCopy, read_record_copy, write_record_copy
 from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer, require_epoch, take_epoch
 from airflow_cdc_provider.engine.runs.sink_checks import require_mode, target_name, targets_of
 from airflow_cdc_provider.engine.sinks.contract import Sink
@@ -46,9 +45,9 @@ from airflow_cdc_provider.engine.sources.postgres.catalog.publication import (
     unpublish,
 )
 from airflow_cdc_provider.engine.sources.postgres.provision import slot
-from airflow_cdc_provider.engine.sources.postgres.provision.gate import gate, note_passage, require_primary
+from airflow_cdc_provider.engine.sources.postgres.provision.gate import gate, record_passage, require_primary
 from airflow_cdc_provider.engine.sources.postgres.provision.preflight import check_publication
-from airflow_cdc_provider.engine.sources.postgres.provision.provision_lock import claim
+from airflow_cdc_provider.engine.sources.postgres.provision.provision_lock import take_provision_lock
 from airflow_cdc_provider.engine.sources.postgres.provision.removal import PROVISIONING, remove_slot
 from airflow_cdc_provider.engine.sources.postgres.provision.slot_session import drop_own_slot, slot_session
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import plan
@@ -62,13 +61,13 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slots.SlotSta
     """Create, or verify, publication, slot, target tables, plan and commit record; take the epoch of a run.
 
     :returns: the commit record and the slot.
-    :raises CdcError: when something stands in the way; then nothing has been changed, but for sinks that have begun
-        before one that refuses: the next try takes them up.
+    :raises CdcError: when that is not possible. Then nothing has been changed, except in sinks that were prepared
+        before another one refused; the next attempt goes on with them.
     """
     state = State(pipeline.state)
     names = postgres_settings(pipeline)
     with connected(names.dsn, writes=True) as source:
-        claim(source, pipeline.name, takeover)
+        take_provision_lock(source, pipeline.name, takeover)
         record = record_if_any(pipeline)
         refuse_second_writer(state, record.epoch if record else 0, None, takeover)
         tables = resolve(source, names.tables)
@@ -91,7 +90,7 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slots.SlotSta
             for branch in present.branches:
                 _update(source, branch, epoch, tables)
             if new:
-                # What the slot does not stream any more is in the new sinks if every snapshot sees it.
+                # Transactions that the slot no longer streams get into the new sinks if every snapshot sees them.
                 record = existing_record(present)
                 slot.barrier(source)
                 chunks = _plan(source, pipeline, tables)
@@ -102,7 +101,7 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slots.SlotSta
         state.remove(PROVISIONING)
         record = existing_record(pipeline)
         require_epoch(record, epoch)
-        write_ledger(pipeline, state, record)
+        write_record_copy(pipeline, state, record)
         found = [gate(source, names, existing_record(branch)).slot for branch in pipeline.branches]
     return record, found[0]
 
@@ -110,12 +109,12 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slots.SlotSta
 def _prepare(
     branch: Pipeline, tables: Sequence[Table], chunks: Sequence[Chunk], made: RecordedSlot, start: Lsn
 ) -> None:
-    """Let a sink's record begin."""
+    """Prepare a sink with its first record."""
     sink_of(branch).prepare(targets_of(branch, tables), chunks, identity_of(branch, made.to_notes()), start)
 
 
 def _update(source: Connection, branch: Pipeline, epoch: int, tables: Sequence[Table]) -> None:
-    """Bring a sink's record to the tables that the file covers now."""
+    """Update a sink's record to the tables that the file covers now."""
     sink, names = sink_of(branch), postgres_settings(branch)
     record = existing_record(branch)
     require_epoch(record, epoch)
@@ -125,36 +124,36 @@ def _update(source: Connection, branch: Pipeline, epoch: int, tables: Sequence[T
         left = {leaf.oid for target in gone for leaf in target.table.leaves}
         unpublish(source, names.publication, left - {leaf.oid for table in tables for leaf in table.leaves})
     sink.forget(epoch, [target.table.label for target in gone])
-    note_passage(sink, record, passage)
+    record_passage(sink, record, passage)
     record = existing_record(branch)
     require_targets(branch, sink, record)
     recorded = {target.table.label for target in record.targets}
     added = [table for table in tables if table.label not in recorded]
     if added:
-        # A partition that has been detached may still be published by the rule of the table that it was in.
+        # A detached partition may still be published by the rule of the table that it was in.
         otherwise = published_otherwise(source, names.publication, added)[1]
         unpublish(source, names.publication, [leaf.oid for leaf in otherwise])
         create_publication(source, names.publication, added)
-        # Noted before the tables are: what is altered from here on is found, wherever this breaks off.
-        sink.note_source(epoch, noted_published(published_entries(source, names.publication, added)))
+        # Recorded before the tables are, so that later alterations are found, wherever this is interrupted.
+        sink.record_source(epoch, noted_published(published_entries(source, names.publication, added)))
         slot.barrier(source)
         sink.add(epoch, targets_of(branch, added), _plan(source, branch, added))
 
 
 def _refuse_foreign_slot(source: Connection, pipeline: Pipeline, state: State) -> None:
-    """A slot that is not in the record can be ours only if a provisioning left it that broke off before its record."""
+    """Refuse a slot that is not in the record, unless an interrupted provisioning has left it."""
     name = postgres_settings(pipeline).slot
     found = slots.read_slot(source, name)
     if found is not None and (found.active or (state.read(PROVISIONING) or {}).get("slot") != name):
         raise GateClosed(
             f"replication slot {name!r} exists, but the sink has no record of pipeline {pipeline.name!r} with it",
-            f"If nobody uses the slot, drop it: SELECT pg_drop_replication_slot('{name}'); otherwise give the pipeline"
-            " another slot name (`source.slot`).",
+            f"If the slot is not in use, drop it: SELECT pg_drop_replication_slot('{name}'); otherwise give the"
+            " pipeline another slot name (`source.slot`).",
         )
 
 
 def _refuse_taken_slot(source: Connection, name: str) -> None:
-    """A slot of another plugin or database is never ours, and dropping it would lose what it is there for."""
+    """Refuse a slot of another plugin or database, which is never ours and must not be dropped."""
     found = slots.read_slot(source, name)
     if found is not None and not slots.is_ours(source, found):
         raise GateClosed(
@@ -164,7 +163,7 @@ def _refuse_taken_slot(source: Connection, name: str) -> None:
 
 
 def _refuse_other_names(pipeline: Pipeline, record: Record) -> None:
-    """The names of the targets are part of what has been written; the file may not change them."""
+    """Refuse a file that changes the names of targets, since these have been written under their names."""
     for target in record.targets:
         if (target.schema, target.name) != target_name(pipeline, target.table):
             raise ConfigError(
@@ -178,10 +177,10 @@ def _refuse_other_names(pipeline: Pipeline, record: Record) -> None:
 def _new_slot(
     source: Connection, pipeline: Pipeline, state: State, tables: Sequence[Table]
 ) -> Iterator[tuple[RecordedSlot, Lsn]]:
-    """Make publication and slot anew and pass the barrier; gives what to note of them, and where the slot streams from.
+    """Create publication and slot and pass the barrier; give their description, and where the slot streams from.
 
-    What fails half-way, or in the block, is taken back, unless the block has written the record, or another run has
-    begun to do the same meanwhile; what is killed half-way is removed by the next try.
+    After a failure, also one in the block, they are removed, unless the block has written the record, or another run
+    has begun to do the same meanwhile. After a kill, the next attempt removes them.
     """
     start = None
     names = postgres_settings(pipeline)
@@ -193,7 +192,7 @@ def _new_slot(
     try:
         entries = published_entries(source, names.publication, tables)
         with slot_session(names, source) as session:
-            scalar(source, "SELECT 1")  # as before a slot is dropped
+            scalar(source, "SELECT 1")  # raises an error if another command has taken over
             start = slot.create_slot(session, names.slot)
         slot.barrier(source)
         identity = slots.read_identity(source, names.slot, names.publication)
@@ -208,7 +207,7 @@ def _new_slot(
 
 
 def _may_be_recorded(pipeline: Pipeline, start: Lsn | None) -> bool:
-    """Whether the sink's record relies on the slot that streams from there, as far as the sink can be asked."""
+    """Return whether a record may rely on the slot that streams from ``start``; true if a sink cannot be read."""
     if start is None:
         return False
     try:
@@ -221,7 +220,7 @@ def _may_be_recorded(pipeline: Pipeline, start: Lsn | None) -> bool:
 
 
 def _settled(record: Record | None, tables: Sequence[Table]) -> Sequence[Table]:
-    """The tables, with those of their leaves that have to be published as they are captured by now."""
+    """Return the tables, with those of their leaves that have to be published as captured already."""
     if record is None:
         return tables
     recorded = {(target.table.label, leaf.oid) for target in record.targets for leaf in target.table.leaves}
@@ -232,11 +231,9 @@ def _settled(record: Record | None, tables: Sequence[Table]) -> Sequence[Table]:
 
 
 def _gone_tables(source: Connection, record: Record, tables: Sequence[Table]) -> list[Target]:
-    """Recorded tables that the file no longer covers, since the source has no tables of these names any more.
+    """Return recorded tables that the file no longer covers and that are gone, or partitions of covered tables.
 
-    Or only as partitions of tables that are covered.
-
-    :raises ConfigError: when the source still has another one, whose changes would be lost.
+    :raises ConfigError: when the source still has another one that is not covered, whose changes would be lost.
     """
     covered = {table.label: table.oid for table in tables}
     gone = [target for target in record.targets if target.table.label not in covered]
@@ -257,42 +254,42 @@ def _gone_tables(source: Connection, record: Record, tables: Sequence[Table]) ->
 
 
 def _plan(source: Connection, pipeline: Pipeline, tables: Sequence[Table]) -> list[Chunk]:
-    """Plan the chunks of tables; they enter the record together with the tables."""
+    """Plan the chunks of tables, which are recorded together with the tables."""
     if pipeline.snapshot.mode == "never":
         return []
     return [chunk for table in tables for chunk in plan(source, table, pipeline.snapshot.chunk_rows)]
 
 
 def start_over(pipeline: Pipeline, takeover: bool) -> int:
-    """Recreate publication and slot, and plan every table as one chunk that replaces it: readers see no hole.
+    """Recreate publication and slot, and plan every table as one chunk that replaces it, so that readers see no gap.
 
-    A record that is lost is made anew, if the state vouches for what the pipeline has made.
+    A lost record is created again, if the copy in the state proves what the pipeline has made.
 
     :returns: the epoch under which the tables are to be read.
-    :raises SecondWriter: when another run is alive and ``takeover`` is not set, or somebody else reads from the slot.
-    :raises ConfigError: when another kind of source has filled a sink, or the file has other names or modes.
-    :raises GateClosed: when the slot's name belongs to others, or there is neither record nor ledger.
-    :raises ForeignTable: when a target is not ours, as far as record or ledger tell; slot and publication stay then.
+    :raises SecondWriter: when another run is alive and ``takeover`` is not set, or another program reads from the slot.
+    :raises ConfigError: when another type of source has filled a sink, or the file has other names or modes.
+    :raises GateClosed: when the slot's name belongs to others, or there is neither a record nor its copy.
+    :raises ForeignTable: when a target is not ours by record or copy; slot and publication stay then.
     """
     state = State(pipeline.state)
     location.refuse_others(state, pipeline.name)
     with connected(postgres_settings(pipeline).dsn, writes=True) as source:
-        claim(source, pipeline.name, takeover)
-        record, ledger = record_if_any(pipeline), read_ledger(pipeline, state)
-        known = record or ledger
+        take_provision_lock(source, pipeline.name, takeover)
+        record, copy = record_if_any(pipeline), read_record_copy(pipeline, state)
+        known = record or copy
         if known is None:
             raise GateClosed(
-                f"the sink has no commit record of pipeline {pipeline.name!r}, and the state {pipeline.state} does not"
-                " tell what it has made",
-                "Run `airflow-cdc provision` (or `run`). If both have been lost, empty or drop the target tables and"
-                f" drop the slot (SELECT pg_drop_replication_slot('{postgres_settings(pipeline).slot}')) before that.",
+                f"the sink has no commit record of pipeline {pipeline.name!r}, and the state {pipeline.state} has no"
+                " copy of it",
+                "Run `airflow-cdc provision` (or `run`). If both have been lost, first empty or drop the target tables,"
+                f" and drop the slot (SELECT pg_drop_replication_slot('{postgres_settings(pipeline).slot}')).",
             )
-        branches = [(each, sink_of(each).record(), read_ledger(each, state)) for each in pipeline.branches]
+        branches = [(each, sink_of(each).record(), read_record_copy(each, state)) for each in pipeline.branches]
         for branch, own, vouching in branches:
-            told = own or vouching
-            if told is not None:
-                require_kind("postgres", told.identity)
-                require_mode(branch, told.identity)
+            either = own or vouching
+            if either is not None:
+                require_kind("postgres", either.identity)
+                require_mode(branch, either.identity)
             if own is not None:
                 _refuse_other_names(branch, own)
         before = RecordedSlot.of(known.identity)
@@ -302,7 +299,7 @@ def start_over(pipeline: Pipeline, takeover: bool) -> int:
             _refuse_foreign_slot(source, pipeline, state)
         _refuse_taken_slot(source, postgres_settings(pipeline).slot)
         if not before.created_publication:
-            check_publication(source, pipeline, tables, tables)  # it stays as it is
+            check_publication(source, pipeline, tables, tables)  # it is not changed
         present = replace(pipeline, sinks=tuple(branch.sink for branch, own, _ in branches if own is not None))
         epoch = 0
 
@@ -319,7 +316,7 @@ def start_over(pipeline: Pipeline, takeover: bool) -> int:
                 )
 
         refuse_second_writer(state, record.epoch if record else 0, None, takeover)
-        begin(before, slots.flushed(source), rehearsal=True)  # while there is something to return to
+        begin(before, slots.flushed(source), rehearsal=True)  # while the old slot and record are still there
         if present.sinks:
             epoch = take_epoch(present, state, takeover)
         state.write(PROVISIONING, {"slot": postgres_settings(pipeline).slot})
@@ -337,19 +334,19 @@ def _begin_again(
     sink: Sink,
     epoch: int | None,
     targets: Sequence[Target],
-    ledger: Ledger | None,
+    copy: RecordCopy | None,
     identity: Mapping[str, Any],
     start: Lsn,
     rehearsal: bool = False,
 ) -> None:
-    """Let the record begin again, under an epoch of it; or make it anew, with the targets for which the ledger vouches.
+    """Restart a record under its epoch; or create it again, with the targets that its copy proves to be ours.
 
     :param rehearsal: see :meth:`.Sink.prepare`.
     """
     if epoch is not None:
         sink.restart(epoch, targets, identity, start, rehearsal)
         return
-    known = ledger.targets if ledger is not None else {}
+    known = copy.targets if copy is not None else {}
     ours = {t.table.label for t in targets if known.get(t.table.label) == (t.schema, t.name)}
     chunks = [Chunk(target.table.label, 0, None, None) for target in targets]
     sink.prepare(targets, chunks, identity, start, ours, rehearsal)

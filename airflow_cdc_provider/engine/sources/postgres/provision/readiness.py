@@ -1,4 +1,4 @@
-"""Whether a server is ready to be a source, whatever tables are captured: all that a connection alone can tell."""
+"""Checks whether a server is ready to be a source, regardless of the captured tables; needs a connection only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from psycopg2 import sql
 from airflow_cdc_provider.engine.core.errors import ConfigError, GateClosed, MissingPrivilege, ServerNotReady
 from airflow_cdc_provider.engine.core.findings import Caution, Checks, Finding
 from airflow_cdc_provider.engine.postgres.connection import Connection, connect, describe, row, rows, scalar
-from airflow_cdc_provider.engine.postgres.driver_checks import driver_errors_told
+from airflow_cdc_provider.engine.postgres.driver_checks import convert_driver_errors
 from airflow_cdc_provider.engine.postgres.privileges import (
     LOG_FUNCTIONS,
     SLOT_FUNCTIONS,
@@ -26,16 +26,16 @@ from airflow_cdc_provider.engine.sources.postgres.provision.slot_session import 
 from airflow_cdc_provider.engine.sources.postgres.settings import PostgresSourceSettings
 
 MINIMUM_VERSION = 140000
-# Shorter timeouts end the stream at every pause of the network; status goes out every third of it.
+# Shorter timeouts end the stream at every pause of the network; status goes out every third of the timeout.
 SANE_SENDER_TIMEOUT_SECONDS = 5
 
 
 def check_server(server: PostgresSourceSettings) -> list[Finding]:
-    """Check a source server; changes nothing.
+    """Check a source server without changing anything.
 
-    :param server: its slot and publication are looked at where they are named (not ``""``); its tables are not.
+    :param server: its slot and publication are checked if they are named (not ``""``); its tables are not.
     """
-    checks = Checks(driver_errors_told)
+    checks = Checks(convert_driver_errors)
     opened = checks.run(
         "source",
         lambda: connect(server.dsn, "airflow-cdc preflight"),
@@ -49,7 +49,7 @@ def check_server(server: PostgresSourceSettings) -> list[Finding]:
 
 
 def check_settings(checks: Checks, source: Connection, server: PostgresSourceSettings) -> bool:
-    """Run the checks of version, settings and role; whether the server's version allows for more."""
+    """Run the checks of version, settings and role; return whether the server's version allows further checks."""
     if checks.run("version", partial(_version, source)) is None:
         return False
     for name, check in _CHECKS.items():
@@ -102,7 +102,7 @@ def _slot(source: Connection, server: PostgresSourceSettings) -> str:
     if not found and used >= limit:
         raise ServerNotReady(
             f"no replication slot is free: {used} of max_replication_slots = {limit} are in use",
-            "Drop a slot that nobody reads, or raise max_replication_slots and restart the server.",
+            "Drop an unused slot, or raise max_replication_slots and restart the server.",
         )
     return f"Slot {slot!r} exists." if found else f"A replication slot is free ({used} of {limit} are in use)."
 
@@ -160,7 +160,7 @@ def _sender_timeout(source: Connection, server: PostgresSourceSettings) -> str:
         " setting::int8 / 1000.0 FROM pg_catalog.pg_settings WHERE name = 'wal_sender_timeout'",
     )
     if seconds == 0:
-        raise Caution("wal_sender_timeout is 0: a broken connection holds the slot for ever; 60s is usual.")
+        raise Caution("wal_sender_timeout is 0: a broken connection holds the slot forever; 60s is usual.")
     if seconds < SANE_SENDER_TIMEOUT_SECONDS:
         raise Caution(f"wal_sender_timeout is {shown}: short pauses will end the stream; 60s is usual.")
     return f"wal_sender_timeout is {shown}."
@@ -170,7 +170,7 @@ def _encoding(source: Connection, server: PostgresSourceSettings) -> str:
     encoding = scalar(source, "SELECT pg_catalog.getdatabaseencoding()")
     if encoding in ("SQL_ASCII", "MULE_INTERNAL"):
         raise ServerNotReady(
-            f"the source database has encoding {encoding}, from which there is no sure way to UTF-8",
+            f"the source database has encoding {encoding}, which cannot be converted to UTF-8 reliably",
             "Move the data to a database with encoding UTF8.",
         )
     return f"The source database has encoding {encoding}."
@@ -210,7 +210,7 @@ def _publication(source: Connection, name: str) -> str:
 
 
 def find_publication(source: Connection, name: str) -> bool | None:
-    """Whether the role owns a publication; ``None`` when there is none of that name.
+    """Return whether the role owns a publication; ``None`` when there is none of that name.
 
     :raises ServerNotReady: when it does not publish what a pipeline needs.
     """
@@ -233,7 +233,7 @@ def find_publication(source: Connection, name: str) -> bool | None:
 
 
 def may_create_publication(source: Connection, name: str) -> str:
-    """Check that the role may create a publication, of tables that it owns."""
+    """Check that the role may create a publication of tables that it owns."""
     database, create = row(
         source,
         "SELECT pg_catalog.quote_ident(d), pg_catalog.has_database_privilege(d, 'CREATE')"
@@ -255,7 +255,7 @@ _CHECKS: dict[str, Callable[[Connection, PostgresSourceSettings], str]] = {
     "wal_level": _wal_level,
     "slot": _slot,
     "wal sender": _sender,
-    # After it, since this takes a sender for a moment.
+    # After "wal sender", since this one takes a WAL sender for a moment.
     "replication": _replication,
     "functions": _functions,
     "wal retention": _retention,

@@ -1,7 +1,7 @@
-"""Removing a pipeline: what it has made on the source, its record in the sink, its state; never target tables.
+"""Removes a pipeline: its objects on the source, its record in the sink, its state; never target tables.
 
-A slot that stays behind keeps its server's log until the disk is full. So nothing is removed as long as the source
-does not answer, unless it is said to be gone; then what may be left there is told.
+A slot that stays behind keeps its server's log until the disk is full. So nothing is removed while the source does not
+answer, unless the user says that it is gone. Then the statements that remove possible leftovers are returned.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from airflow_cdc_provider.engine.core.typed_json import as_type
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.connection import Connection, connected, describe, quoted
 from airflow_cdc_provider.engine.runs.commit_records import commit_record_of, record_if_any
-from airflow_cdc_provider.engine.runs.record_copy import forget_ledger, read_ledger, require_same_source
+from airflow_cdc_provider.engine.runs.record_copy import forget_record_copy, read_record_copy, require_same_source
 from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer
 from airflow_cdc_provider.engine.sources.postgres.catalog.publication import drop_publication
-from airflow_cdc_provider.engine.sources.postgres.provision.provision_lock import claim
+from airflow_cdc_provider.engine.sources.postgres.provision.provision_lock import take_provision_lock
 from airflow_cdc_provider.engine.sources.postgres.provision.slot_session import drop_own_slot
 from airflow_cdc_provider.engine.sources.postgres.recorded_slot import RecordedSlot
 from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
@@ -33,14 +33,13 @@ _log = logging.getLogger(__name__)
 
 
 def remove(pipeline: Pipeline, takeover: bool, source_gone: bool) -> list[str]:
-    """Remove slot, publication, state, sink record and staging.
+    """Remove slot, publication, state, sink record and staging; after an error, nothing has been removed.
 
     :param source_gone: go on if the source cannot be reached.
     :returns: the statements that would remove what may be left on the source.
-    :raises ConfigError: when the state is that of another pipeline, or another kind of source has filled a sink;
-        nothing has been removed then, nor by these:
+    :raises ConfigError: when the state is that of another pipeline, or another type of source has filled a sink.
     :raises ConnectionFailed: when a server cannot be reached.
-    :raises SecondWriter: when another run is alive and ``takeover`` is not set, or somebody else reads from the slot.
+    :raises SecondWriter: when another run is alive and ``takeover`` is not set, or another program reads from the slot.
     """
     state, records = State(pipeline.state), commit_record_of(pipeline)
     refuse_others(state, pipeline.name)
@@ -57,7 +56,7 @@ def remove(pipeline: Pipeline, takeover: bool, source_gone: bool) -> list[str]:
                     " then. Do not while it may come back: its slot would keep log until the disk is full.",
                 ) from e
         else:
-            claim(source, pipeline.name, takeover)
+            take_provision_lock(source, pipeline.name, takeover)
         record = record_if_any(pipeline)
         refuse_second_writer(state, record.epoch if record else 0, None, takeover)
         if source is not None:
@@ -65,7 +64,7 @@ def remove(pipeline: Pipeline, takeover: bool, source_gone: bool) -> list[str]:
             left = []
         else:
             left = _left_behind(pipeline, record, state)
-    forget_ledger(state)
+    forget_record_copy(state)
     records.drop()
     clear(state)
     if left:
@@ -82,7 +81,7 @@ def remove(pipeline: Pipeline, takeover: bool, source_gone: bool) -> list[str]:
 def remove_slot(source: Connection, pipeline: Pipeline, record: Record | None, state: State) -> None:
     """Remove the slot of the record, and the publication if it was made with it; never those of others.
 
-    Where there is no record, the state tells what was made.
+    If there is no record, they are taken from the state.
     """
     slot, publication = _made(pipeline, record, state)
     if slot is not None:
@@ -92,15 +91,15 @@ def remove_slot(source: Connection, pipeline: Pipeline, record: Record | None, s
 
 
 def _left_behind(pipeline: Pipeline, record: Record | None, state: State) -> list[str]:
-    """The statements that do by hand what :func:`remove_slot` does."""
+    """Return the statements with which a person can do what :func:`remove_slot` does."""
     slot, publication = _made(pipeline, record, state)
     drop_slot_ = [f"SELECT pg_drop_replication_slot('{slot}')"] if slot is not None else []
     return drop_slot_ + ([f"DROP PUBLICATION {quoted(publication)}"] if publication is not None else [])
 
 
 def _made(pipeline: Pipeline, record: Record | None, state: State) -> tuple[str | None, str | None]:
-    """The slot and the publication that the pipeline has made."""
-    known = record or read_ledger(pipeline, state)
+    """Return the slot and the publication that the pipeline has made."""
+    known = record or read_record_copy(pipeline, state)
     if known is None:
         left = state.read_as(PROVISIONING, _as_provisioning)
         return None if left is None else left["slot"], None

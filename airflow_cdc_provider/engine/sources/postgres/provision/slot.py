@@ -1,9 +1,8 @@
-"""The replication slot: creation, barrier, markers, end.
+"""Creates and drops the replication slot, and waits for the barrier after its creation.
 
-The slot is created first, and moved to where Postgres decodes it rightly. Then a
-barrier waits until every transaction that the slot will not stream is visible to
-every new snapshot: from that moment on, what a chunk does not see, the stream
-delivers.
+The slot is created first, and moved to a position from which Postgres decodes correctly. Then a barrier waits until
+every transaction that the slot will not stream is visible to every new snapshot. From that moment on, the stream
+delivers whatever a chunk does not see.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ _FAILOVER_VERSION = 170000
 
 
 def create_slot(connection: Connection, slot: str, timeout: float = WAIT_SECONDS) -> Lsn:
-    """Create the slot and return the LSN from which on it streams.
+    """Create the slot and return the LSN from which it streams.
 
-    :param timeout: seconds to wait for transactions that were open before, and as many for those open at its end.
+    :param timeout: seconds to wait for transactions that were open before, and again for those open at its end.
     :raises Blocked: naming the transactions that it waited for.
     :raises ServerNotReady: when no slot is free.
     """
-    # Standbys that synchronise slots take over only those that are marked; without such standbys the mark does nothing.
+    # Standbys that synchronize slots take over only marked ones; without such standbys the mark has no effect.
     failover = ", failover => true" if connection.info.server_version >= _FAILOVER_VERSION else ""
     create = f"SELECT lsn::text FROM pg_create_logical_replication_slot(%s, 'pgoutput'{failover})"
     failpoint("before-slot")
@@ -60,17 +59,17 @@ def create_slot(connection: Connection, slot: str, timeout: float = WAIT_SECONDS
 
 
 def _leave_creation(connection: Connection, slot: str, consistent: Lsn, timeout: float) -> Lsn:
-    """Move a new slot beyond its creation, and return the LSN from which on it streams then.
+    """Move a new slot beyond its creation, and return the LSN from which it streams then.
 
-    While the creation waits for the transactions that were open when it began, Postgres, to 18 at least, takes no
-    notice of those that alter tables: what they did is missing in the catalog snapshot by which it decodes at first.
-    It then sends rows as the old definition has them, without a word, or cannot send them at all after a TRUNCATE
-    (pgsql-hackers, 2024: "Historic snapshot doesn't track txns committed in BUILDING_SNAPSHOT state"). A slot that
-    restarts beyond its creation takes the snapshot that the server has written to its disk there, which is whole.
+    While the creation waits for the transactions that were open when it began, Postgres, up to 18 at least, does not
+    track those that alter tables: their changes are missing in the catalog snapshot with which it decodes at first. It
+    then silently sends rows in the old definition, or cannot send them at all after a TRUNCATE (pgsql-hackers, 2024:
+    "Historic snapshot doesn't track txns committed in BUILDING_SNAPSHOT state"). A slot that restarts beyond its
+    creation uses the snapshot that the server has written to its disk there, which is complete.
 
-    The server writes one with each record of running transactions: at once where the role may ask for that record,
-    otherwise usually within half a minute. It serves when those have ended that were open at the end of the creation.
-    Nobody has read from the slot, nor relied on it, so nothing is passed over.
+    The server writes one with each record of running transactions: at once if the role may request that record,
+    otherwise usually within half a minute. The snapshot is usable when the transactions have ended that were open at
+    the end of the creation. The slot has not been read or relied on yet, so nothing is skipped.
 
     :param consistent: the slot's consistent point.
     """
@@ -78,7 +77,7 @@ def _leave_creation(connection: Connection, slot: str, consistent: Lsn, timeout:
     if state is not None and consistent - state.restart_lsn < _BY_WAY_OF_FULL_SNAPSHOT:
         return consistent
     deadline, pause, start = time.monotonic() + timeout, _FIRST_PAUSE, None
-    # To advance may be to wait without a limit for the standbys in synchronized_standby_slots, from 17 on.
+    # From 17 on, advancing may wait without a limit for the standbys in synchronized_standby_slots.
     settings = "SELECT set_config('statement_timeout', %s, false), set_config('synchronous_commit', 'local', false)"
     try:
         while start is None and (began := time.monotonic()) < deadline:
@@ -87,7 +86,7 @@ def _leave_creation(connection: Connection, slot: str, consistent: Lsn, timeout:
             if restart >= consistent:
                 start = end
             else:
-                # All since the creation is decoded again each time, which is to be half of the work at most.
+                # Each time everything since the creation is decoded again; that should take half of the time at most.
                 pause = max(min(2 * pause, _LONGEST_PAUSE), time.monotonic() - began)
                 time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
     except psycopg2.errors.QueryCanceled:
@@ -100,11 +99,11 @@ def _leave_creation(connection: Connection, slot: str, consistent: Lsn, timeout:
 
 
 def _advance(connection: Connection, slot: str) -> tuple[Lsn, Lsn]:
-    """Move a slot that nobody reads to the end of the log; returns the LSNs where it streams and where it restarts."""
+    """Move a slot without a reader to the end of the log; return the LSNs where it streams and where it restarts."""
     ask = "SELECT has_function_privilege(to_regprocedure('pg_log_standby_snapshot()'), 'EXECUTE')"
     if scalar(connection, ask):
         rows(connection, "SELECT pg_log_standby_snapshot()")
-    # Its commit brings all before it to the disk; and where it ends, a record ends.
+    # The commit of the marker flushes everything before it, and its end is the end of a record.
     end = emit_marker(connection, "slot")
     advance = "SELECT end_lsn::text FROM pg_replication_slot_advance(%s, %s)"
     start = parse_lsn(scalar(connection, advance, [slot, format_lsn(end)]))
@@ -113,7 +112,7 @@ def _advance(connection: Connection, slot: str) -> tuple[Lsn, Lsn]:
 
 
 def barrier(connection: Connection, timeout: float = WAIT_SECONDS) -> None:
-    """Wait until every transaction that began before now is visible to new snapshots or gone.
+    """Wait until every transaction that began before now is visible to new snapshots or rolled back.
 
     :param connection: in autocommit, so that each poll takes a new snapshot.
     :raises Blocked: naming the transactions that it waited for.
@@ -141,12 +140,16 @@ def end_walsender(
     fence: Callable[[], AbstractContextManager[None]] = nullcontext,
     timeout: float = 30.0,
 ) -> None:
-    """End a walsender that still holds the slot, left behind by an earlier run, and wait until it is free.
+    """End a walsender that still holds the slot, left behind by an earlier run, and wait until the slot is free.
 
-    :param reader: the ``application_name`` of such walsenders; those of others are left alone.
-    :param fence: keeps later runs from taking over, which would read under the same name; it is held only to look
-        and to tell, as who takes over ends the session that holds it for long.
-    :raises SecondWriter: when somebody else reads from the slot, or it cannot be ended.
+    A walsender outlives a run that was killed or lost its network, until the server notices. It might also belong to a
+    later run, which reads under the same name and must not be ended. So the fence keeps later runs from taking over
+    while the walsender is looked up and ended. It is held only for that: a run that takes over ends sessions that hold
+    the fence for long.
+
+    :param reader: the ``application_name`` of the pipeline's walsenders; others are left alone.
+    :param fence: keeps later runs from taking over.
+    :raises SecondWriter: when another program reads from the slot, or the walsender cannot be ended.
     """
 
     def free() -> bool:
@@ -178,10 +181,10 @@ def _refuse_other_reader(connection: Connection, slot: str, state: SlotState, re
 
 
 def drop_slot(connection: Connection, slot: str, reader: str) -> None:
-    """Remove the slot, if it exists and is one of a pipeline of this database.
+    """Remove the slot, if it exists and belongs to a pipeline of this database.
 
     :param reader: see :func:`end_walsender`.
-    :raises SecondWriter: when somebody else reads from it.
+    :raises SecondWriter: when another program reads from it.
     """
     state = read_slot(connection, slot)
     if state is not None and is_ours(connection, state):
@@ -190,15 +193,15 @@ def drop_slot(connection: Connection, slot: str, reader: str) -> None:
 
 
 def drop_free_slot(connection: Connection, slot: str) -> None:
-    """Remove the slot, if it exists and is one of a pipeline of this database.
+    """Remove the slot, if it exists and belongs to a pipeline of this database.
 
-    :raises psycopg2.Error: when somebody reads from it.
+    :raises psycopg2.Error: when a session reads from it.
     """
     state = read_slot(connection, slot)
     if state is not None and is_ours(connection, state):
         rows(connection, "SELECT pg_drop_replication_slot(%s)", [slot])
 
 
-# A stale catalog comes about only by way of Postgres' FULL_SNAPSHOT, which takes three records of running transactions
-# of 56 bytes or more. Who finds a record without any before that begins with a catalog that is whole.
+# A stale catalog only occurs after Postgres' state FULL_SNAPSHOT, which takes three records of running transactions of
+# 56 bytes or more. A slot that is consistent earlier has found a record without any; its catalog is complete.
 _BY_WAY_OF_FULL_SNAPSHOT = 3 * 56

@@ -1,7 +1,7 @@
-"""Sessions of the role that may replicate: the one that reads the tables, unless the pipeline file names another.
+"""Sessions of the role that may replicate, which is the role that reads the tables unless the file names another one.
 
-Who may replicate may read every row of the server by the log, and who reads tables can be made to run code by those who
-own them. Of two roles neither has both.
+A role that may replicate can read every row of the server through the log. A role that reads tables can be made to run
+code by the tables' owners. With two roles, neither has both abilities.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from airflow_cdc_provider.engine.sources.postgres.settings import PostgresSource
 
 @contextmanager
 def slot_session(names: PostgresSourceSettings, source: Connection) -> Iterator[Connection]:
-    """A session in which slots can be made, moved and dropped, and walsenders of the pipeline be ended.
+    """Give a session in which slots can be made, moved and dropped, and walsenders of the pipeline be ended.
 
-    :param source: one of the role that reads; it is taken where the file names no other role.
+    :param source: a session of the role that reads; it is used if the file names no other role.
     """
     if not names.replication_dsn:
         yield source
@@ -29,7 +29,7 @@ def slot_session(names: PostgresSourceSettings, source: Connection) -> Iterator[
 
 
 def reader_of(names: PostgresSourceSettings, slot: str | None = None) -> str:
-    """The ``application_name`` of a pipeline's own reader of a slot.
+    """Return the ``application_name`` of a pipeline's own reader of a slot.
 
     :param slot: the file's by default.
     """
@@ -43,5 +43,5 @@ def drop_own_slot(names: PostgresSourceSettings, source: Connection, slot: str |
     :param slot: the file's by default.
     """
     with slot_session(names, source) as session:
-        scalar(source, "SELECT 1")  # raises where another command has taken over, and ended that session
+        scalar(source, "SELECT 1")  # raises an error if another command has taken over, and ended that session
         drop_slot(session, slot or names.slot, reader_of(names, slot))

@@ -1,13 +1,13 @@
-"""Chunks: the ranges of a table's key by which it is read, and the SQL that speaks of them.
+"""Divides tables into chunks, which are ranges of the key, and composes the SQL about them.
 
 The ranges cover the whole key space, from minus to plus infinity, so that every row that exists or will ever exist
-falls into exactly one chunk. That holds only if one authority decides what is smaller: a text key compares by the
-collation of its column, ``numeric`` and ``timestamptz`` by rules of their own. So bounds are taken from, ordered by
-and compared in the database, as texts cast to the column's type and collation; nothing here compares keys, except
-integers, whose order is beyond doubt.
+falls into exactly one chunk. That holds only if a single authority orders the keys: a text key compares by the
+collation of its column, ``numeric`` and ``timestamptz`` by their own rules. So bounds are taken from, ordered by and
+compared in the database, as texts cast to the column's type and collation. No key is compared here, except integers,
+whose order is certain.
 
-How many rows a table has is not believed from ``reltuples``, which may be stale or missing: small tables are
-counted, large ones sampled by block.
+The number of rows is not taken from ``reltuples``, which may be stale or missing: small tables are counted, large ones
+sampled by block.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from airflow_cdc_provider.engine.postgres.connection import condition, rows, sca
 
 # Up to this size all keys are ranked: exact chunks for the price of one index or table scan.
 EXACT_BYTES = 256 << 20
-# A chunk's size is judged by this many blocks. Rows of one block have neighbouring keys as often as not, so that
-# blocks, not rows, are what must be many.
+# The size of a chunk is estimated from this many blocks. Rows of one block often have neighboring keys, so the number
+# of blocks matters, not that of rows.
 SAMPLED_BLOCKS_PER_CHUNK = 30
 PROBED_BLOCKS = 300
-# The database reads at most this many blocks for a sample and sorts at most about as many keys; of more keys it
-# takes a part of each block.
+# For a sample the database reads at most this many blocks and sorts at most about as many keys; if there are more
+# keys, it takes only some of each block.
 SAMPLED_ROWS = 300_000
 _SEED = 20201
 _INTEGERS = frozenset({20, 21, 23})  # int8, int2, int4
-# The places of the operators in Column.operators.
+# Indexes of the operators in Column.operators.
 _LESS, _EQUAL, _GREATER_OR_EQUAL = 0, 1, 2
 _SYMBOLS = ("<", "=", ">=")
 
 
 def plan(connection: Connection, table: Table, chunk_rows: int) -> tuple[Chunk, ...]:
-    """Cut a table into chunks of about ``chunk_rows`` rows that together cover its whole key space.
+    """Divide a table into chunks of about ``chunk_rows`` rows that together cover its whole key space.
 
     :param connection: to the source.
-    :param chunk_rows: rows a chunk; exact up to ``EXACT_BYTES`` of table, an estimate beyond.
+    :param chunk_rows: rows a chunk; exact for tables up to ``EXACT_BYTES``, an estimate for larger ones.
     :returns: at least one chunk, in the order of the key; exactly one for a table without a key or rows.
     :raises MissingPrivilege: when the role may not read the table.
     """
@@ -66,21 +66,21 @@ def plan(connection: Connection, table: Table, chunk_rows: int) -> tuple[Chunk, 
 
 
 def range_condition(table: Table, chunk: Chunk) -> sql.Composable:
-    """The SQL condition that a row of ``table`` lies in ``chunk``; the database compares, index and all."""
+    """Return the SQL condition that a row of ``table`` lies in ``chunk``; it can use the index of the key."""
     sides = ((_GREATER_OR_EQUAL, chunk.lower), (_LESS, chunk.upper))
     conditions = [_compared(table.key_columns, side, bound) for side, bound in sides if bound is not None]
     return sql.SQL(" AND ").join(conditions) if conditions else sql.SQL("true")
 
 
 def keys_condition(table: Table, keys: Iterable[tuple[str, ...]]) -> sql.Composable:
-    """The SQL condition that a row of ``table`` has one of some keys, in the eyes of the source.
+    """Return the SQL condition that a row of ``table`` has one of some keys, by the source's notion of equality.
 
     :param keys: texts of the key columns.
     """
     texts = sorted(keys)
     if not texts:
         return sql.SQL("false")
-    prefix = "k"  # of names that no column of the table has
+    prefix = "k"  # for names that no column of the table has
     while any(column.name.startswith(prefix) for column in table.columns):
         prefix += "k"
     names = [sql.Identifier(f"{prefix}{i}") for i in range(len(table.key))]
@@ -98,7 +98,7 @@ def keys_condition(table: Table, keys: Iterable[tuple[str, ...]]) -> sql.Composa
 
 
 def read_query(table: Table, chunk: Chunk | None) -> sql.Composable:
-    """The SELECT of a chunk's rows, every captured column as the text that the stream would send.
+    """Return the SELECT of a chunk's rows, with every captured column as the text that the stream would send.
 
     Execute it without parameters: the rule's condition may contain percent signs.
 
@@ -110,7 +110,7 @@ def read_query(table: Table, chunk: Chunk | None) -> sql.Composable:
 
 
 def copy_query(table: Table, chunk: Chunk | None) -> sql.Composable:
-    """The SELECT of a chunk's rows for COPY, which writes their values itself.
+    """Return the SELECT of a chunk's rows for COPY, which writes their values itself.
 
     :param chunk: ``None`` for the whole table.
     """
@@ -129,7 +129,7 @@ def _chunk_query(table: Table, chunk: Chunk | None, columns: Sequence[sql.Compos
 def chunk_of(
     connection: Connection, table: Table, bounds: Sequence[tuple[str, ...]], keys: Sequence[pa.Array]
 ) -> npt.NDArray[np.int64]:
-    """Tell which chunk each key falls into, as the database compares them.
+    """Return the chunk of each key, as the database compares keys.
 
     :param connection: to the source; not used for a single integer column or without bounds.
     :param bounds: the lower bounds of the chunks from the second on, in their order.
@@ -144,7 +144,7 @@ def chunk_of(
         values = keys[0].cast(pa.int64()).to_numpy(zero_copy_only=False)
         found: npt.NDArray[np.int64] = np.searchsorted(lowers, values, side="right").astype(np.int64)
         return found
-    # One sort of keys and bounds together; a key's chunk is the number of bounds up to it, equal ones included.
+    # Keys and bounds are sorted together; a key's chunk is the number of bounds up to it, equal ones included.
     names = [sql.Identifier(f"k{i}") for i in range(len(table.key))]
     casts = (
         sql.SQL("{} AS {}").format(cast_key(name, column), name)
@@ -173,7 +173,7 @@ def chunk_of(
 
 
 def _unnest(columns: Iterable[Iterable[str]]) -> sql.Composable:
-    """``unnest`` of one array literal a column: parsed by one input function, not as a million constants."""
+    """Return ``unnest`` of one array literal a column: one input function parses it, instead of a million constants."""
 
     def literal(values: Iterable[str]) -> sql.Composable:
         text = "\0".join(values).replace("\\", "\\\\").replace('"', '\\"').replace("\0", '","')
@@ -183,10 +183,10 @@ def _unnest(columns: Iterable[Iterable[str]]) -> sql.Composable:
 
 
 def cast_key(value: sql.Composable, column: Column) -> sql.Composable:
-    """A text cast to the column's type and collation, for comparisons at the source.
+    """Return a text cast to the column's type and collation, for comparisons at the source.
 
-    Not to its modifier: a key that came after ``varchar(5)`` became ``varchar(10)`` must not be cut to five. Nor to a
-    domain, which may have become stricter than the keys that are there.
+    The cast omits the type's modifier: a key that came after ``varchar(5)`` became ``varchar(10)`` must not be cut to
+    five characters. A domain is replaced by its base type, since it may have become stricter than the existing keys.
     """
     if column.beneath is not None:
         return sql.SQL("{}::{}").format(value, sql.SQL(column.beneath))
@@ -201,7 +201,7 @@ def cast_key(value: sql.Composable, column: Column) -> sql.Composable:
 
 
 def _compared(key: Sequence[Column], side: int, bound: Sequence[str]) -> sql.Composable:
-    """The comparison of a key with a bound, by the operators that also sort it.
+    """Return the comparison of a key with a bound, by the operators that also sort the key.
 
     :param side: ``_LESS`` or ``_GREATER_OR_EQUAL``.
     """
@@ -210,7 +210,7 @@ def _compared(key: Sequence[Column], side: int, bound: Sequence[str]) -> sql.Com
     if all(column.operators is None for column in key):
         comma = sql.SQL(", ")
         return sql.SQL(f"({{}}) {_SYMBOLS[side]} ({{}})").format(comma.join(names), comma.join(literals))
-    # A row comparison takes all its operators from one schema, so that it has to be spelled out.
+    # A row comparison takes all its operators from one schema, so here it has to be spelled out.
     operators = key[0].operators or tuple(f"pg_catalog.{symbol}" for symbol in _SYMBOLS)
     less, equal, wanted = (_applied(operators[n], names[0], literals[0]) for n in (_LESS, _EQUAL, side))
     if len(key) == 1:
@@ -221,12 +221,12 @@ def _compared(key: Sequence[Column], side: int, bound: Sequence[str]) -> sql.Com
 
 
 def _applied(operator: str, one: sql.Composable, other: sql.Composable) -> sql.Composable:
-    """An operator between two values; its schema's name may have braces."""
+    """Apply an operator to two values; the name of its schema may contain braces."""
     return sql.SQL("{} OPERATOR({}) {}").format(one, sql.SQL(operator), other)
 
 
 def _aliases(table: Table) -> list[Column]:
-    """The key columns under names of our own, which no column of the table can collide with."""
+    """Return the key columns under aliases that no column of the table can collide with."""
     return [dataclasses.replace(column, name=f"k{i}") for i, column in enumerate(table.key_columns)]
 
 
@@ -240,7 +240,7 @@ def _keys(table: Table) -> sql.Composable:
 def _leaves_query(
     table: Table, select: sql.Composable, conditions: Sequence[sql.Composable] = (), sample: str = ""
 ) -> sql.Composable:
-    """``SELECT`` from each leaf by itself: a plain table name would include what inherits from it."""
+    """Return a ``SELECT`` from each leaf with ``ONLY``: a plain name would include tables that inherit from it."""
     where = [condition(table.where)] if table.where is not None else []
     chosen = sql.SQL(" AND ").join([*where, *conditions] or [sql.SQL("true")])
     return sql.SQL(" UNION ALL ").join(
@@ -256,13 +256,13 @@ def _bounds(
 ) -> list[tuple[str, ...]]:
     """Rank the keys in the database's order and return the texts of those that bound chunks.
 
-    :param keys: query of the keys under their aliases.
+    :param keys: query for the keys under their aliases.
     :param is_bound: condition on ``position``, a key's rank from 1 on.
-    :param ranked: further columns beside ``position`` for the condition.
+    :param ranked: further columns next to ``position`` for the condition.
     """
     names = sql.SQL(", ").join(sql.Identifier(alias.name) for alias in _aliases(table))
     texts = sql.SQL(", ").join(text_of(alias) for alias in _aliases(table))
-    # DISTINCT, because a key whose index has a collation of its own need not be unique under the column's.
+    # DISTINCT, because a key whose index has its own collation need not be unique under the column's collation.
     query = sql.SQL("SELECT {} FROM (SELECT DISTINCT {} FROM (SELECT {}, ").format(texts, names, names)
     query += sql.SQL(f"pg_catalog.row_number() OVER (ORDER BY {{}}) AS position{ranked} FROM (").format(names)
     query += keys + sql.SQL(") AS keys) AS ranked WHERE ") + is_bound
@@ -272,7 +272,7 @@ def _bounds(
 
 
 def _sampled_bounds(connection: Connection, table: Table, chunk_rows: int, stored: int) -> list[tuple[str, ...]]:
-    """Bounds from a sample of blocks, at equal distances in the sample.
+    """Return bounds at equal distances in a sample of blocks.
 
     :param stored: bytes of all leaves.
     """

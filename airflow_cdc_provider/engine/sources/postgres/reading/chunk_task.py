@@ -1,18 +1,17 @@
-"""The work of a task of the snapshot: a chunk is read, and written or staged."""
+"""The work of a snapshot task: reads a chunk and writes or stages it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-import pyarrow as pa
-
 from airflow_cdc_provider.engine.changes.row_transform import RowTransform, transformed_rows
 from airflow_cdc_provider.engine.core.chunk import Chunk
-from airflow_cdc_provider.engine.core.chunk_ranges import Place
+from airflow_cdc_provider.engine.core.chunk_ranges import ChunkIndex
 from airflow_cdc_provider.engine.core.errors import CdcError
-from airflow_cdc_provider.engine.core.record import Target, Watermark
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.source_rows import SourceRows
 from airflow_cdc_provider.engine.postgres.connection import describe
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, driver_failure
 from airflow_cdc_provider.engine.sinks.contract import Sink
@@ -35,21 +34,21 @@ class ChunkTask:
     transform: RowTransform
 
     @property
-    def place(self) -> Place:
-        """By what the chunk is told from all others."""
+    def place(self) -> ChunkIndex:
+        """Return the table and the index of the chunk, which identify it."""
         return self.chunk.table, self.chunk.index
 
 
-Written: TypeAlias = tuple[ChunkTask, Any]
-"""A task, and what came of :func:`write_chunk`, which is no error."""
+TaskResult: TypeAlias = tuple[ChunkTask, Any]
+"""A task, and the result of its :func:`write_chunk`, which is not an error."""
 
 
 def write_chunk(task: ChunkTask) -> Any:
-    """Read one chunk and write it; runs on an executor. Errors are returned: Spark would only try again at once."""
+    """Read one chunk and write it; runs on an executor. Errors are returned, since Spark would retry at once."""
 
-    def write(batches: Iterator[pa.RecordBatch], finish: Callable[[], Watermark]) -> Any:
-        made = transformed_rows(task.transform, task.target.table, batches)
-        return task.sink.write_chunk(task.epoch, task.target, task.chunk, task.read.origin, made, finish)
+    def write(rows: SourceRows) -> Any:
+        made = transformed_rows(task.transform, task.target.table, rows)
+        return task.sink.write_chunk(task.epoch, task.target, task.chunk, task.read.origin, made)
 
     written = _with_errors_returned(task, lambda: write_rows(task.read, write))
     if not isinstance(written, CdcError):
@@ -57,8 +56,8 @@ def write_chunk(task: ChunkTask) -> Any:
     return written
 
 
-def commit_chunks(written: Sequence[Written]) -> int | CdcError:
-    """Commit chunks of one sink that tasks have written; their rows, or the error that came of it."""
+def commit_chunks(written: Sequence[TaskResult]) -> int | CdcError:
+    """Commit chunks of one sink that tasks have written; return the number of rows, or an error."""
     copied = [CopiedChunk(t.target, t.chunk, t.read.origin, result) for t, result in written if result is not None]
     if not copied:
         return 0
@@ -68,7 +67,7 @@ def commit_chunks(written: Sequence[Written]) -> int | CdcError:
 
 
 def copy_chunk(task: ChunkTask) -> int | CdcError:
-    """Read, write and commit one chunk where it is called."""
+    """Read, write and commit one chunk in this process; return the number of rows, or an error."""
     written = write_chunk(task)
     return written if isinstance(written, CdcError) else commit_chunks([(task, written)])
 

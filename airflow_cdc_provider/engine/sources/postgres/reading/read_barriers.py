@@ -1,8 +1,8 @@
-"""Which transactions a re-read has to see, and whether new snapshots of the source see them by now.
+"""Barriers: the transactions that a re-read has to see, and the check whether new snapshots of the source see them.
 
-A re-read must see all that the stream has passed, and all that it will not bring because the table was not published
-yet. Where an older transaction is open, that cannot be told before it ends: the re-read stays pending, and the
-stream need not wait for it.
+A re-read must see all transactions that the stream has passed. It must also see those that the stream will not bring
+because the table was not published yet. While an older transaction is open, that is unknown; the re-read stays pending,
+and the stream need not wait for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from airflow_cdc_provider.engine.postgres.connection import Connection, scalar
 from airflow_cdc_provider.engine.postgres.slots import blockers, visible_in_current
 
 PATIENCE_SECONDS = 5.0
-"""How long those wait for older transactions who have nothing else to do."""
+"""Seconds for which a command that has nothing else to do waits for older transactions."""
 
 _GRACE_SECONDS = 1.0
 _KEPT = 1 << 20
@@ -30,10 +30,12 @@ _SOLUTION = "It goes on when they have ended. End those that are forgotten (COMM
 class Barriers:
     """The barriers of the re-reads that a job has begun, by table.
 
-    A barrier is a transaction id: what the stream had passed, and what had begun before the table was published, is
-    older. The ids that the stream passes while it is up are kept until a snapshot has seen them.
+    A barrier is a transaction id. Transactions that the stream had passed, or that began before the table was
+    published, are older. The ids that the stream passes while the barrier is up are kept until a snapshot has seen
+    them.
 
-    :param patience: seconds that each look waits; a new barrier is waited for as long as short transactions take.
+    :param patience: seconds that each check waits; the first check of a barrier waits as long as short transactions
+        take.
     """
 
     def __init__(self, patience: float = 0.0) -> None:
@@ -44,19 +46,19 @@ class Barriers:
         self._unseen = np.zeros(0, dtype=np.uint32)
 
     def passed(self, xids: npt.NDArray[np.uint32]) -> None:
-        """Note transactions that the stream has passed."""
+        """Keep the ids of transactions that the stream has passed."""
         if self._up:
             self._unseen = np.concatenate([self._unseen, xids])
-        if self._unseen.size > _KEPT:  # nobody has looked for long: later barriers are beyond all of them
+        if self._unseen.size > _KEPT:  # there was no check for a long time; later barriers are beyond all of them
             self._up, self._unseen = {}, self._unseen[:0]
 
     def pending(self, label: str) -> bool:
-        """Whether a re-read of the table has had to wait."""
+        """Return whether a re-read of the table has had to wait."""
         return label in self._up
 
     @contextmanager
     def reading(self, label: str) -> Iterator[None]:
-        """Do a re-read; its barrier stays up only if it has to wait."""
+        """Read a table again in the block; its barrier stays up only if the re-read has to wait."""
         waits = False
         try:
             yield
@@ -77,39 +79,40 @@ class Barriers:
             self._shares_grace, self._grace = False, _GRACE_SECONDS
 
     def lift(self, label: str) -> None:
-        """Forget a barrier: the next one is put up at the transactions of that time."""
+        """Remove a barrier; the next one is put up at the transactions of that time."""
         self._up.pop(label, None)
         if not self._up:
             self._unseen = self._unseen[:0]
 
     def put_up(self, source: Connection, label: str, published: Mapping[int, str] | None = None) -> None:
-        """Put up the barrier of a re-read unless it is up, and look.
+        """Put up the barrier of a re-read unless it is up, and check it.
 
-        :param source: in autocommit, so that each look takes a new snapshot.
-        :param published: the entries that publish the table, if that may have changed: others need another barrier.
+        :param source: in autocommit, so that each check takes a new snapshot.
+        :param published: the catalog entries that publish the table, if they may have changed: new entries need a new
+            barrier.
         :raises OlderTransactions: naming those that have to end first.
         """
         if label in self._up and published in (None, self._up[label][1]):
-            self._look(source, label, self._patience)
+            self._check(source, label, self._patience)
             return
         failpoint("before-barrier")
         self._up[label] = scalar(source, "SELECT pg_current_xact_id()::text::bigint"), published
         try:
-            self._look(source, label, max(self._patience, self._grace))
+            self._check(source, label, max(self._patience, self._grace))
         except OlderTransactions:
             if self._shares_grace:
                 self._grace = 0.0
             raise
 
-    def look(self, source: Connection, label: str) -> None:
-        """Look whether all transactions below the barrier of a re-read are seen, if one is up.
+    def check(self, source: Connection, label: str) -> None:
+        """Check that new snapshots see all transactions below the barrier of a re-read, if one is up.
 
         :raises OlderTransactions: naming those that have to end first.
         """
         if label in self._up:
-            self._look(source, label, self._patience)
+            self._check(source, label, self._patience)
 
-    def _look(self, source: Connection, label: str, patience: float) -> None:
+    def _check(self, source: Connection, label: str, patience: float) -> None:
         barrier, _ = self._up[label]
         running = frozenset[int]()
 
@@ -127,7 +130,7 @@ class Barriers:
 
 
 def require_visible(source: Connection, label: str, xids: npt.NDArray[np.uint32]) -> None:
-    """Look whether new snapshots see some transactions that the stream has delivered.
+    """Check that new snapshots see some transactions that the stream has delivered.
 
     :raises OlderTransactions: naming those that they do not see.
     """

@@ -1,7 +1,7 @@
 """Sessions in which rows are read from a source: as Arrow by ADBC, or as COPY writes them by psycopg2.
 
-What COPY writes costs neither side anything but its way: the source writes values as it would send them, without a
-cast, and a Postgres reads what the other has written. Who has to look at values takes Arrow.
+COPY is the cheapest way between two Postgres servers: the source writes values without a cast, and the other server
+reads them as they are. A sink that has to look at values takes Arrow.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from psycopg2 import sql
 from airflow_cdc_provider.engine.postgres.connection import connect, connection_failure, describe, session_dsn
 from airflow_cdc_provider.engine.postgres.dead_connections import Calls, cut
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS
-from airflow_cdc_provider.engine.postgres.session_settings import require_settled, settle
+from airflow_cdc_provider.engine.postgres.session_settings import require_settled, settings_statement
 
 _APPLICATION = "airflow-cdc read"
 _SLICE_BYTES = 256 << 10
@@ -32,15 +32,15 @@ class ReadingSession(Protocol):
         """Execute a statement without parameters, and return its first row if it has one."""
 
     def close(self) -> None:
-        """Close it, whatever is open."""
+        """Close the session, even if something in it is still open."""
 
 
 class ArrowSession:
-    """A session of ADBC, whose calls are given up when the server is dead.
+    """A session of ADBC, whose calls are abandoned when the server is dead.
 
     :param dsn: libpq URI of the source.
-    :param settings: server settings beside those of every session.
-    :raises StreamFailed: in all methods, when a call was given up.
+    :param settings: server settings in addition to those of every session.
+    :raises StreamFailed: in all methods, when a call was abandoned.
     :raises ConnectionFailed: when the server cannot be reached or refuses the login.
     :raises UnsafeSession: when the session does not get its settings.
     """
@@ -53,7 +53,7 @@ class ArrowSession:
                 self._call(self._connect, session_dsn(dsn, _APPLICATION, settings))
             except DRIVER_ERRORS as e:
                 raise connection_failure(dsn, "connect", str(e)) from None
-            self._call.pid = require_settled(describe(dsn), self.execute(settle(writes=False)) or (), None)
+            self._call.pid = require_settled(describe(dsn), self.execute(settings_statement(writes=False)) or (), None)
         except BaseException:
             self.close()
             raise
@@ -66,25 +66,25 @@ class ArrowSession:
             return row
 
     def batches(self, query: str) -> Iterator[pa.RecordBatch]:
-        """The rows of a query."""
+        """Yield the rows of a query."""
         with self._cursor() as cursor:
             self._call(cursor.execute, query)
-            # What fetch_record_batch() returns is this reader without the errors of the server and their SQLSTATE.
+            # fetch_record_batch() would return this reader without the server's errors and their SQLSTATE.
             batches = iter(self._call(lambda: cursor._results.reader))
             while (batch := self._call(next, batches, None)) is not None:
                 yield batch
 
     def close(self) -> None:
-        """See :meth:`ReadingSession.close`; if it has been given up, it is closed when its call ends, if ever."""
+        """Close the session; if its call was abandoned, it is closed when that call ends, if ever."""
         if not self._call.over:
             self._call(self._disconnect)
         self._call.end(self._disconnect)
 
     def _connect(self, dsn: str) -> None:
-        # It loads pandas, a second's work that commands which read no rows do without.
+        # It loads pandas, which takes a second; commands that read no rows do without it.
         import adbc_driver_postgresql.dbapi as adbc
 
-        # Kept here rather than returned: somebody has to close it also when nobody waits for it any more.
+        # Kept here rather than returned: it has to be closed even if no caller waits for it any more.
         self._connection = adbc.connect(dsn, autocommit=True)
 
     def _disconnect(self) -> None:
@@ -102,10 +102,10 @@ class ArrowSession:
 
 
 class CopySession:
-    """A session of psycopg2, whose socket is cut when the server is dead.
+    """A session of psycopg2, whose socket is closed when the server is dead.
 
     :param dsn: libpq URI of the source.
-    :param settings: server settings beside those of every session.
+    :param settings: server settings in addition to those of every session.
     """
 
     def __init__(self, dsn: str, settings: Mapping[str, str]) -> None:
@@ -120,11 +120,11 @@ class CopySession:
             cursor.execute(statement)
             return cursor.fetchone() if cursor.description else None
 
-    def copied(self, query: str, constants: Sequence[tuple[str, str]] = (), binary: bool = False) -> Iterator[bytes]:
-        """The rows of a query as COPY writes them, some bytes at a time; the source goes on writing meanwhile.
+    def copy_data(self, query: str, constants: Sequence[tuple[str, str]], binary: bool) -> Iterator[bytes]:
+        """Yield the rows of a query as COPY writes them, some bytes at a time; the source goes on writing meanwhile.
 
         :param constants: text and SQL type of each further column.
-        :param binary: in COPY's binary format, not as text.
+        :param binary: whether COPY writes its binary format; else it writes text.
         """
         if constants:
             casts = (sql.SQL("{}::" + kind).format(sql.Literal(text)) for text, kind in constants)
@@ -143,14 +143,14 @@ class CopySession:
 
     def _copy(self, statement: str, writable: int) -> None:
         try:
-            # A writer of C's takes what is called once a row.
+            # COPY calls write() once a row, so the file object is one that is implemented in C.
             with open(writable, "wb", buffering=_SLICE_BYTES) as output, self._connection.cursor() as cursor:
                 cursor.copy_expert(statement, output)
         except BaseException as e:
             self._failure = e
 
     def close(self) -> None:
-        """See :meth:`ReadingSession.close`; rows that nobody has taken are not waited for."""
+        """Close the session without waiting for rows that were not taken."""
         if self._thread is not None and self._thread.is_alive():
             cut(self._connection)
         if self._output is not None:

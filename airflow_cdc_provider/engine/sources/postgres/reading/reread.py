@@ -1,12 +1,11 @@
-"""Reading rows again while the stream goes on: repair, and values that the log does not carry.
+"""Reads rows again while the stream goes on, for repairs and for values that the log does not carry.
 
-A re-read is a unit of its own between two units of the stream. Its snapshot must
-see every transaction that the stream has already passed; from then on its rows
-are filtered like those of a chunk, until the stream has passed its H. So a reader
-of the sink never sees a row go back.
+A re-read is a separate unit between two units of the stream. Its snapshot must see every transaction that the stream
+has already passed. From then on, changes of its rows are filtered like those of a chunk, until the stream has passed
+its high watermark. So a reader of the sink never sees a row go back to an older state.
 
-A table that is read again whole is taken as it is defined at that moment, whatever it was before. So this is also how
-a table joins a running pipeline, and how a change of schema is followed that cannot be followed in order.
+A table that is read again as a whole is taken as it is defined at that moment. This is also how a table joins a running
+pipeline, and how a schema change is followed that cannot be followed in order.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 import psycopg2
-import pyarrow as pa
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.changes.row_transform import transformed_rows
@@ -31,21 +29,22 @@ from airflow_cdc_provider.engine.core.errors import (
     SchemaChanged,
     TableLocked,
 )
-from airflow_cdc_provider.engine.core.record import Record, Target, Watermark, target_of
+from airflow_cdc_provider.engine.core.record import Record, Target, target_of
+from airflow_cdc_provider.engine.core.source_rows import SourceRows
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.column_text import text_of
 from airflow_cdc_provider.engine.postgres.connection import Connection, condition, connected, rows
 from airflow_cdc_provider.engine.postgres.driver_errors import is_outage
 from airflow_cdc_provider.engine.postgres.lock_holders import CONTROL_LOCK_SECONDS, naming_holders
-from airflow_cdc_provider.engine.postgres.sql_condition import find_trouble
+from airflow_cdc_provider.engine.postgres.sql_condition import find_syntax_problem
 from airflow_cdc_provider.engine.runs.commit_records import existing_record, sink_of
-from airflow_cdc_provider.engine.runs.record_copy import write_ledger
+from airflow_cdc_provider.engine.runs.record_copy import write_record_copy
 from airflow_cdc_provider.engine.runs.run import Run
 from airflow_cdc_provider.engine.runs.single_writer import require_epoch
 from airflow_cdc_provider.engine.runs.sink_checks import changelog_names, target_name
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import find
-from airflow_cdc_provider.engine.sources.postgres.catalog.publication import publish_anew
+from airflow_cdc_provider.engine.sources.postgres.catalog.publication import republish
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import keys_condition
 from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import Barriers, require_visible
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import plan_chunk_read, plan_read, write_rows
@@ -54,12 +53,12 @@ from airflow_cdc_provider.engine.sources.postgres.settings import postgres_setti
 
 T = TypeVar("T")
 _DEFINITIONS = 5
-_LOOK_SECONDS = 1.0
+_RETRY_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
 
 def check(pipeline: Pipeline, record: Record, label: str, where: str | None) -> None:
-    """Refuse a re-read that cannot be done, before anything is touched.
+    """Refuse a re-read that is not possible, before anything is touched.
 
     :raises ConfigError: when the table is unknown or has no key, or the condition is not valid on either side.
     :raises GateClosed: when the table has not been read yet.
@@ -81,11 +80,11 @@ def check(pipeline: Pipeline, record: Record, label: str, where: str | None) -> 
 
 @contextmanager
 def _judged(label: str, where: str) -> Iterator[None]:
-    """Take what a server says against a statement for its judgement of the user's condition.
+    """Raise a server's error about a statement in the block as an error in the user's condition.
 
-    :raises ConfigError: with what it has said; before anything, when the condition is more than one.
+    :raises ConfigError: with the server's message; before the block, if the text is not a single condition.
     """
-    if trouble := find_trouble(where):
+    if trouble := find_syntax_problem(where):
         raise ConfigError(
             f"--where {where!r} is not one SQL condition on {label}: {trouble}",
             "Give one SQL condition on its columns.",
@@ -97,39 +96,39 @@ def _judged(label: str, where: str) -> Iterator[None]:
             raise
         raise ConfigError(
             f"--where {where!r} is not a condition on {label}: {str(e).splitlines()[0]}",
-            "Give an SQL condition on its columns that can be told of each of its rows, on both sides.",
+            "Give an SQL condition on its columns that can be evaluated for each of its rows, on both sides.",
         ) from e
 
 
-def insist(
+def retry_while_blocked(
     run: Run,
     read: Callable[[], T],
     waiting: Callable[[str], None] = lambda what: None,
     halted: Callable[[], bool] = lambda: False,
 ) -> T:
-    """Read again what the job cannot do without, however long other transactions are in the way.
+    """Do a read that the job cannot do without, and retry it as long as other transactions block it.
 
-    :param waiting: told at each look what is waited for.
-    :param halted: whether to end the wait.
+    :param waiting: called at each attempt with what is waited for.
+    :param halted: returns whether to end the wait.
     :raises OlderTransactions: when the job is to end meanwhile.
     :raises TableLocked: likewise.
     :raises Fenced: when another run has taken over meanwhile.
     """
-    told = False
+    logged = False
     while True:
         try:
             return read()
         except (OlderTransactions, TableLocked) as e:
-            if not told:
-                _log.warning("%s stands still: %s", run.part, e.message)
-            told = True
+            if not logged:
+                _log.warning("%s is blocked: %s", run.part, e.message)
+            logged = True
             waiting(e.message)
-            run.wait(_LOOK_SECONDS)
+            run.wait(_RETRY_SECONDS)
             if run.stopping or halted():
                 raise
             run.check()
             with run.sink.fenced(run.epoch):
-                pass  # still ours
+                pass  # the epoch is still ours
 
 
 def read_again(run: Run, label: str, barriers: Barriers, where: str | None = None) -> int:
@@ -140,11 +139,11 @@ def read_again(run: Run, label: str, barriers: Barriers, where: str | None = Non
     :raises OlderTransactions: as long as transactions are open that are older than the stream's position.
     :raises ConfigError: when neither the pipeline nor its file has such a table, it cannot be captured, or the
         condition fails.
-    :raises CannotFollow: when the target table does not let itself be changed as the source table was.
-    :raises SchemaChanged: when the table is defined otherwise than recorded, and not all of it is to be read.
+    :raises CannotFollow: when the target table cannot be changed as the source table was.
+    :raises SchemaChanged: when the table is not defined as recorded, and only some of its rows are to be read.
     """
     if where is None:
-        return adopt(run, label, barriers)
+        return reread_as_defined(run, label, barriers)
     record = existing_record(run.pipeline)
     target = target_of(record, label)
     with barriers.reading(label):
@@ -168,17 +167,16 @@ def _replace(
     target: Target,
     keys: frozenset[tuple[str, ...]] | None,
     before: Target | None,
-    batches: Iterator[pa.RecordBatch],
-    finish: Callable[[], Watermark],
+    rows: SourceRows,
 ) -> int:
-    made = transformed_rows(run.pipeline.transform, target.table, batches)
-    return run.sink.replace(run.epoch, target, keys, made, finish, before)
+    made = transformed_rows(run.pipeline.transform, target.table, rows)
+    return run.sink.replace(run.epoch, target, keys, made, before)
 
 
-def adopt(run: Run, label: str, barriers: Barriers) -> int:
-    """Take a table as it is defined now: publish it, read it whole, and commit rows and definition as a unit.
+def reread_as_defined(run: Run, label: str, barriers: Barriers) -> int:
+    """Read a table as it is defined now: publish it, read all rows, and commit rows and definition as a unit.
 
-    Every change in an older format is seen by the read, and filtered from then on.
+    The read sees every change in an older format, and these are filtered out from then on.
 
     :returns: rows written.
     :raises CdcError: as :func:`read_again`.
@@ -186,11 +184,11 @@ def adopt(run: Run, label: str, barriers: Barriers) -> int:
     with barriers.reading(label):
         if barriers.pending(label):
             with connected(postgres_settings(run.pipeline).dsn) as source:
-                barriers.look(source, label)  # before all that it would cost to get there
-        return _adopt(run, label, barriers)
+                barriers.check(source, label)  # before the expensive steps that lead there
+        return _reread(run, label, barriers)
 
 
-def _adopt(run: Run, label: str, barriers: Barriers) -> int:
+def _reread(run: Run, label: str, barriers: Barriers) -> int:
     pipeline = run.pipeline
     changed = ""
     for _ in range(_DEFINITIONS):
@@ -201,27 +199,25 @@ def _adopt(run: Run, label: str, barriers: Barriers) -> int:
             table = _defined(source, pipeline, label)
             changelog_names(pipeline, [table])
             recorded = RecordedSlot.of(record.identity)
-            with run.sink.fenced(run.epoch), naming_holders():  # an overtaken run leaves the publication alone
+            with run.sink.fenced(run.epoch), naming_holders():  # a run that was taken over leaves the publication alone
                 was = before.table if before else None
-                published = publish_anew(
-                    source, postgres_settings(pipeline).publication, was, table, recorded.published
-                )
-            # Those of leaves that the record does not have yet, so that none it has is without. If the others have
-            # changed, nothing goes on until the table has been read.
+                published = republish(source, postgres_settings(pipeline).publication, was, table, recorded.published)
+            # Record the entries of leaves that the record does not have yet, so that each recorded leaf has one. If the
+            # entries of others have changed, nothing goes on until the table has been read.
             known = {leaf.oid for leaf in before.table.leaves} if before is not None else set[int]()
-            _note(run, recorded, {leaf: entry for leaf, entry in published.items() if leaf not in known})
+            _record_published(run, recorded, {leaf: entry for leaf, entry in published.items() if leaf not in known})
             barriers.put_up(source, label, published)
             read = plan_chunk_read(source, postgres_settings(pipeline).dsn, table, None, recorded.origin)
         place = (before.schema, before.name) if before is not None else target_name(pipeline, table)
         replace = partial(_replace, run, Target(pipeline.transform.table(table), *place), None, before)
         try:
             written = write_rows(read, replace, CONTROL_LOCK_SECONDS)
-            _note(run, recorded, published)
+            _record_published(run, recorded, published)
             if before is None:
-                write_ledger(pipeline, run.state, existing_record(pipeline))
+                write_record_copy(pipeline, run.state, existing_record(pipeline))
             return written
         except SchemaChanged as e:
-            changed = e.message  # between the look at the catalog and the read
+            changed = e.message  # after the catalog was looked up and before the read
     raise SchemaChanged(
         f"the definition of {label} changes faster than the table can be read; {changed}",
         "Start again when it has settled.",
@@ -229,7 +225,7 @@ def _adopt(run: Run, label: str, barriers: Barriers) -> int:
 
 
 def _defined(connection: Connection, pipeline: Pipeline, label: str) -> Table:
-    """A table as the catalog defines it now, by the rules of the file."""
+    """Return a table as the catalog defines it now, by the rules of the file."""
     found = find(connection, postgres_settings(pipeline).tables)
     if label in found.errors:
         raise found.errors[label]
@@ -241,11 +237,11 @@ def _defined(connection: Connection, pipeline: Pipeline, label: str) -> Table:
     return found.tables[label]
 
 
-def _note(run: Run, recorded: RecordedSlot, published: Mapping[int, str]) -> None:
-    """Keep in the record which entries publish leaves, as far as it did not know."""
+def _record_published(run: Run, recorded: RecordedSlot, published: Mapping[int, str]) -> None:
+    """Record which catalog entries publish leaves, if the record does not have them yet."""
     news = {leaf: entry for leaf, entry in published.items() if recorded.published.get(leaf) != entry}
     if news:
-        run.sink.note_source(run.epoch, noted_published(news))
+        run.sink.record_source(run.epoch, noted_published(news))
 
 
 def read_keys_again(
@@ -254,11 +250,11 @@ def read_keys_again(
     keys: Mapping[str, frozenset[tuple[str, ...]]],
     xids: npt.NDArray[np.uint32],
 ) -> tuple[str, ...]:
-    """Read rows again whose values the unit at hand lacks, in a snapshot that sees all its transactions.
+    """Read rows again whose values the current unit lacks, in a snapshot that sees all its transactions.
 
     :param xids: the unit's transactions.
-    :returns: tables that have to be read whole instead, as they are defined otherwise than recorded.
-    :raises OlderTransactions: as long as they are not visible.
+    :returns: tables that have to be read as a whole instead, since they are not defined as recorded.
+    :raises OlderTransactions: as long as the transactions are not visible.
     """
     with connected(postgres_settings(run.pipeline).dsn) as source:
         require_visible(source, ", ".join(sorted(keys)), xids)
@@ -283,7 +279,7 @@ def read_keys_again(
 
 
 def _matching_keys(connection: Connection, table: Table, where: str) -> frozenset[tuple[str, ...]]:
-    """The keys of the source's rows that match a condition."""
+    """Return the keys of the source's rows that match a condition."""
     return frozenset(tuple(found) for found in rows(connection, _matching_query(table, where)))
 
 
@@ -296,7 +292,7 @@ def _matching_query(table: Table, where: str) -> sql.Composable:
 
 
 def _keys_query(table: Table, keys: frozenset[tuple[str, ...]]) -> sql.Composable:
-    """The SELECT of the rows with given keys, every captured column as text."""
+    """Return the SELECT of the rows with given keys, every captured column as text."""
     columns = sql.SQL(", ").join(text_of(column) for column in table.columns)
     where = condition(table.where) if table.where is not None else sql.SQL("true")
     members = keys_condition(table, keys)

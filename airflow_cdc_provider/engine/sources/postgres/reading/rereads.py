@@ -1,4 +1,4 @@
-"""Reading tables again: by a request for the live stream, in this process, or all of them from a new slot on."""
+"""Reads tables again: by a request to the live stream, in this process, or all of them from a new slot on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.commit_records import existing_record
 from airflow_cdc_provider.engine.runs.run import Run
 from airflow_cdc_provider.engine.sources.postgres.provision import provisioning
-from airflow_cdc_provider.engine.sources.postgres.reading import requested_reads, reread
+from airflow_cdc_provider.engine.sources.postgres.reading import reread, reread_requests
 from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import PATIENCE_SECONDS, Barriers
 
 
@@ -26,10 +26,10 @@ class PostgresRereads:
 
     def request(self, labels: Sequence[str], where: str | None, name: str | None) -> str:
         """See :meth:`.Rereads.request`."""
-        return requested_reads.request(self.pipeline, list(labels), where, name)
+        return reread_requests.request(self.pipeline, list(labels), where, name)
 
     def read(self, run: Run, labels: Sequence[str], where: str | None) -> dict[str, int]:
-        """See :meth:`.Rereads.read`; of several sinks the most counts."""
+        """See :meth:`.Rereads.read`; with several sinks, the largest number of rows counts."""
         written: dict[str, int] = {}
         for branch in run.branches:
             barriers = Barriers(PATIENCE_SECONDS)

@@ -1,7 +1,7 @@
-"""Conditions for the rows of a span: of time, in a column that says when, or of the key.
+"""Composes conditions for a range of rows: by time, in a column that holds it, or by key.
 
-A span is half-open, so that the spans of a backfill meet and no row is in two of them. The conditions are texts, as
-``resnapshot`` takes them, for all of the tables that they are made for.
+A range is half-open, so that the ranges of a backfill adjoin and no row is in two of them. The conditions are texts, as
+``resnapshot`` takes them, and are valid for all tables that were given.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _TIMES = re.compile(r"date|timestamp(\(\d\))?( with(out)? time zone)?")
 
 
 def time_condition(tables: Sequence[Table], column: str, start: datetime, end: datetime) -> str:
-    """The condition for rows whose time lies in ``[start, end)``; a column without time zone, or of dates, is UTC's.
+    """Return the condition for rows whose time lies in ``[start, end)``; a column without time zone is in UTC.
 
-    :param start: without a time zone it is UTC's, as ``end``.
-    :raises ConfigError: when the span is empty, or a table's column does not exist or holds no times.
+    :param start: in UTC if it has no time zone; so is ``end``.
+    :raises ConfigError: when the range is empty, or a table's column does not exist or holds no times.
     """
     if start >= end:
         raise ConfigError(
@@ -35,21 +35,21 @@ def time_condition(tables: Sequence[Table], column: str, start: datetime, end: d
                 f"the time column {column!r} of {table.label} is of type {found.type}",
                 "Name a column of type timestamp, timestamp with time zone, or date.",
             )
-    # Typed, so that the server compares moments: a literal of the column's own type would lose zone, or hour.
+    # Typed, so that the server compares moments: a literal of the column's own type would lose the zone, or the hour.
     return _between(column, f"timestamptz {_literal(start.isoformat())}", f"timestamptz {_literal(end.isoformat())}")
 
 
 def key_condition(tables: Sequence[Table], start: str | None, end: str | None) -> str:
-    """The condition for rows whose key, or the first column of it, lies in ``[start, end)``.
+    """Return the condition for rows whose key, or its first column, lies in ``[start, end)``.
 
-    :param start: a value as SQL reads it; ``None`` for no bound, as ``end``, but not both.
-    :raises ConfigError: when there is no bound or no table, or a table has no key or another one than the first.
+    :param start: a value as SQL reads it; ``None`` for no bound. The same for ``end``, but not for both.
+    :raises ConfigError: when there is no bound or no table, or a table has no key or another one than the first table.
     """
     if start is None and end is None:
         raise ConfigError("the key range has no bound", "Give the first key, the key to end before, or both.")
     if not tables:
         raise ConfigError(
-            "a key range cannot be told, as the pipeline has copied none of these tables",
+            "a key range is not possible because the pipeline has copied none of these tables",
             "Name tables that it has copied, as schema.table, or read whole tables.",
         )
     columns = {table.label: table.key[0] if table.key else None for table in tables}
@@ -57,21 +57,22 @@ def key_condition(tables: Sequence[Table], start: str | None, end: str | None) -
     if len(names) != 1 or None in names:
         keys = ", ".join(f"{label}: {name or 'none'}" for label, name in columns.items())
         raise ConfigError(
-            f"a key range cannot be told for tables whose keys differ ({keys})", "Choose one table, with a key."
+            f"a key range is not possible because the keys of the tables differ: {keys}",
+            "Choose one table that has a key.",
         )
     (column,) = (name for name in names if name is not None)
     return _between(column, *(None if bound is None else _literal(bound) for bound in (start, end)))
 
 
 def nullable(tables: Sequence[Table], column: str) -> list[str]:
-    """The tables that may have rows without a value in a column, which are in no span."""
+    """Return the tables that may have rows without a value in a column; such rows are in no range."""
     return [table.label for table in tables if not _column(table, column).not_null]
 
 
 def parse_time(text: str) -> datetime:
-    """A moment from ISO 8601; one without a time zone is UTC's.
+    """Parse a time in ISO 8601; one without a time zone is in UTC.
 
-    :raises ConfigError: when it is none.
+    :raises ConfigError: when it cannot be parsed.
     """
     try:
         found = datetime.fromisoformat(text)

@@ -1,8 +1,7 @@
-"""The snapshot job: chunks are read in parallel, and committed by their tasks or together by the driver.
+"""The snapshot job: reads chunks in parallel, and commits them in their tasks or together on the driver.
 
-Every chunk is read in an MVCC snapshot of its own, so no transaction stays open
-for long and an interrupted snapshot goes on where it was: the sink's commit
-record knows which chunks are finished.
+Every chunk is read in its own MVCC snapshot, so no transaction stays open for long. An interrupted snapshot goes on
+where it was: the sink's commit record knows which chunks are finished.
 """
 
 from __future__ import annotations
@@ -20,22 +19,22 @@ from pyspark.sql import SparkSession
 
 from airflow_cdc_provider.engine.changes.schema_change import Refuse, decide
 from airflow_cdc_provider.engine.core.chunk import Chunk
-from airflow_cdc_provider.engine.core.chunk_ranges import Place
+from airflow_cdc_provider.engine.core.chunk_ranges import ChunkIndex
 from airflow_cdc_provider.engine.core.errors import CannotFollow, CdcError, SchemaChanged, StreamFailed
 from airflow_cdc_provider.engine.core.record import Record, Target, target_of
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.runs.commit_records import existing_record
 from airflow_cdc_provider.engine.runs.progress import SnapshotProgress
 from airflow_cdc_provider.engine.runs.run import Run
-from airflow_cdc_provider.engine.sources.postgres.catalog.catalog_watch import look
+from airflow_cdc_provider.engine.sources.postgres.catalog.catalog_watch import read_definitions
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_task import (
     ChunkTask,
-    Written,
+    TaskResult,
     commit_chunks,
     write_chunk,
 )
 from airflow_cdc_provider.engine.sources.postgres.reading.read_barriers import Barriers
-from airflow_cdc_provider.engine.sources.postgres.reading.reread import adopt, insist
+from airflow_cdc_provider.engine.sources.postgres.reading.reread import reread_as_defined, retry_while_blocked
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import plan_chunk_read
 from airflow_cdc_provider.engine.sources.postgres.recorded_slot import RecordedSlot
 from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
@@ -48,9 +47,9 @@ def copy_chunks(
 ) -> SnapshotProgress:
     """Copy chunks into all sinks that lack them, ``snapshot.parallelism`` at a time.
 
-    :param record: of all sinks as one.
+    :param record: the commit record of all sinks as one.
     :param report: called about once a second.
-    :raises CdcError: the first error of a chunk; others may have been committed.
+    :raises CdcError: the first error of a chunk; other chunks may have been committed.
     """
     pipeline = run.pipeline
     tasks: list[tuple[Run, ChunkTask]] = []
@@ -70,7 +69,7 @@ def copy_chunks(
     changed: dict[tuple[Run, str], Target] = {}
 
     def copy(task: ChunkTask) -> list[Any]:
-        # A Spark job a chunk: it begins when a place is free, and none begins once the run is asked to stop.
+        # One Spark job a chunk: it begins when a thread is free, and none begins once the run is asked to stop.
         if run.stopping:
             return []
         try:
@@ -78,7 +77,7 @@ def copy_chunks(
         except (Py4JError, PySparkException) as e:
             return [_task_failure(task, e)]
 
-    def progress(running: frozenset[Place] = frozenset()) -> SnapshotProgress:
+    def progress(running: frozenset[ChunkIndex] = frozenset()) -> SnapshotProgress:
         finished = places - left.keys()
         return SnapshotProgress(len(places), finished, rows, time.monotonic() - started, running)
 
@@ -88,8 +87,8 @@ def copy_chunks(
     ):
         submitted = {pool.submit(copy, task): (branch, task) for branch, task in tasks}
         waiting = set(submitted)
-        written: dict[Run, list[Written]] = defaultdict(list)
-        committing: dict[Future[int | CdcError], tuple[Run, list[Written]]] = {}
+        written: dict[Run, list[TaskResult]] = defaultdict(list)
+        committing: dict[Future[int | CdcError], tuple[Run, list[TaskResult]]] = {}
         try:
             while waiting or committing:
                 pending: list[Future[Any]] = [*waiting, *committing]
@@ -111,7 +110,7 @@ def copy_chunks(
                         raise count
                     left -= Counter(task.place for task, _ in committed)
                     rows += count
-                # One commit of a sink at a time: what is written meanwhile comes with the next.
+                # A sink has one commit at a time: chunks that are written meanwhile belong to the next one.
                 busy = [branch for branch, _ in committing.values()]
                 for branch in [branch for branch in written if branch not in busy]:
                     chunks_of = written.pop(branch)
@@ -124,26 +123,26 @@ def copy_chunks(
                 uncommitted = [*written.values(), *(chunks_of for _, chunks_of in committing.values())]
                 report(progress(frozenset(reading.union(task.place for each in uncommitted for task, _ in each))))
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)  # after an error, chunks that have not begun stay so
+            pool.shutdown(wait=True, cancel_futures=True)  # after an error, no further chunk begins
     for (branch, _), target in changed.items():
-        rows += readopt(branch, target)
+        rows += reread_changed(branch, target)
     return progress()
 
 
-def readopt(run: Run, target: Target) -> int:
-    """Read a table whole that was found to be defined otherwise than when its chunks were planned.
+def reread_changed(run: Run, target: Target) -> int:
+    """Read a table as a whole, since its definition has changed after its chunks were planned.
 
     :param target: as the chunks were planned for it.
-    :returns: rows written; none when another part of the run has done it.
-    :raises CannotFollow: when the table's new definition has to be looked at first.
-    :raises OlderTransactions: when the run is asked to stop while it waits for them.
+    :returns: rows written; none when another part of the run has read the table.
+    :raises CannotFollow: when a person has to decide about the new definition first.
+    :raises OlderTransactions: when the run is asked to stop while it waits for such transactions.
     """
     label = target.table.label
     recorded = target_of(existing_record(run.pipeline), label)
     if recorded.table.to_dict() != target.table.to_dict():
         return 0
     with connected(postgres_settings(run.pipeline).dsn) as source:
-        verdict = decide(recorded.table, look(source, run.pipeline, [recorded])[label])
+        verdict = decide(recorded.table, read_definitions(source, run.pipeline, [recorded])[label])
     if isinstance(verdict, Refuse):
         raise CannotFollow(verdict.message, verdict.solution)
     progress = run.progress
@@ -151,13 +150,13 @@ def readopt(run: Run, target: Target) -> int:
     def waiting(what: str) -> None:
         run.progress = {**progress, "waiting": what}
 
-    written = insist(run, partial(adopt, run, label, Barriers()), waiting)
+    written = retry_while_blocked(run, partial(reread_as_defined, run, label, Barriers()), waiting)
     run.progress = progress
     return written
 
 
 def _task_failure(task: ChunkTask, error: Exception) -> StreamFailed:
-    """What is left to say when a task is lost with its worker, and no error of ours comes back."""
+    """Return the error of a task that was lost with its worker, so that it returned no error of ours."""
     cause = error.java_exception.getMessage() if isinstance(error, Py4JJavaError) else None
     return StreamFailed(
         f"the Spark task of chunk {task.chunk.title} failed: {str(cause or error).splitlines()[0]}",

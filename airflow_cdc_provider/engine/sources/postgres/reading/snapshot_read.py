@@ -1,16 +1,15 @@
-"""Reading a part of a table in one MVCC snapshot, without locks that hurt.
+"""Reads a part of a table in one MVCC snapshot, with a lock that blocks only DDL.
 
-The order of the steps is the protocol (chunk, in ``docs/concepts.md``): lock
-against rewrites first, then the snapshot, then the rows; after the read a marker
-is committed on the same connection, so that everything the read saw is flushed
-and cannot be taken back by a crash of the source.
+The order of the steps is the protocol of a chunk (``docs/concepts.md``): first the lock against rewrites, then the
+snapshot, then the rows. After the read a marker is committed on the same connection, so that everything the read saw is
+flushed and a crash of the source cannot take it back.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -23,23 +22,24 @@ from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import parse_lsn
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
 from airflow_cdc_provider.engine.core.record import Watermark
+from airflow_cdc_provider.engine.core.source_rows import SourceRows
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.postgres.connection import Connection, connected, describe
 from airflow_cdc_provider.engine.postgres.driver_errors import (
     DRIVER_ERRORS,
     driver_failure,
     is_limit,
-    knows_not,
+    is_undefined_object,
     sqlstate,
 )
 from airflow_cdc_provider.engine.postgres.lock_holders import table_locked
-from airflow_cdc_provider.engine.postgres.server_identity import QUERY, Origin
+from airflow_cdc_provider.engine.postgres.server_identity import QUERY, ServerIdentity
 from airflow_cdc_provider.engine.postgres.slots import MESSAGE_PREFIX
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_sql import copy_query, read_query
 from airflow_cdc_provider.engine.sources.postgres.reading.read_sessions import ArrowSession, CopySession, ReadingSession
 
 _PATIENCE_SECONDS = 60.0
-# What a read must find is asked under its locks, so that the definition is that of its snapshot.
+# The definition is read under the locks of the read, so that it is that of its snapshot.
 _DEFINITION = """
 SELECT (SELECT pg_catalog.json_agg(
             pg_catalog.json_build_array(
@@ -65,30 +65,32 @@ _SETTINGS = {"synchronous_commit": "local"}
 
 @dataclass(frozen=True)
 class Read:
-    """A read to be done, as plain text, so that it can be sent to an executor.
+    """The plan of a read, as plain text, so that it can be sent to an executor.
 
     :param dsn: libpq URI of the source.
     :param locks: one LOCK statement a leaf.
     :param query: the SELECT, every column as text.
-    :param copy_query: the same for COPY, which writes values itself; ``None`` to have no COPY.
+    :param copy_query: the same for COPY, which writes values itself; ``None`` for a read without COPY.
     :param origin: the server from which the rows must come.
     :param label: the table.
     :param definition: the SELECT of the table's definition, two JSON texts.
-    :param defined: what it must return, parsed: number, name, type, modifier and collation of each captured
-        column; the leaves' oids.
+    :param defined: the required result of ``definition``, parsed: number, name, type, modifier and collation of each
+        captured column; the leaves' oids.
     """
 
     dsn: str = field(repr=False)
     locks: tuple[str, ...]
     query: str
     copy_query: str | None
-    origin: Origin
+    origin: ServerIdentity
     label: str
     definition: str
     defined: tuple[list[list[int | str | None]], list[int]]
 
 
-def plan_chunk_read(connection: Connection, dsn: str, table: Table, chunk: Chunk | None, origin: Origin) -> Read:
+def plan_chunk_read(
+    connection: Connection, dsn: str, table: Table, chunk: Chunk | None, origin: ServerIdentity
+) -> Read:
     """Compose a read of a chunk of ``table``; ``None`` for all of it."""
     return plan_read(connection, dsn, table, origin, read_query(table, chunk), copy_query(table, chunk))
 
@@ -97,7 +99,7 @@ def plan_read(
     connection: Connection,
     dsn: str,
     table: Table,
-    origin: Origin,
+    origin: ServerIdentity,
     query: sql.Composable,
     copy_query: sql.Composable | None = None,
 ) -> Read:
@@ -126,55 +128,53 @@ def plan_read(
     )
 
 
-class SnapshotReader:
-    """One read: take the rows of :meth:`batches` to the end, then call :meth:`finish`.
+class SnapshotReader(SourceRows):
+    """One read of a source, whose session begins when the first rows are taken.
+
+    All methods raise:
+
+    * ``TableLocked`` when a lock is not granted in time,
+    * ``CdcError`` when the source cannot be reached,
+    * ``StreamFailed`` when the connection breaks, or leads to another server; the read is to be done again,
+    * ``SchemaChanged`` when the table is not defined as it was when the read was planned.
 
     :param patience: seconds to wait for each lock.
-    :param copies: whether the rows may be had as COPY writes them.
-    :ivar copied: whether they were.
+    :param can_copy: false to have no rows from COPY, even if the read has a query for it.
+    :ivar copied: whether rows were taken from COPY.
     """
 
-    def __init__(self, read: Read, patience: float = _PATIENCE_SECONDS, copies: bool = True) -> None:
+    def __init__(self, read: Read, patience: float = _PATIENCE_SECONDS, can_copy: bool = True) -> None:
         self._read = read
         self._settings = _SETTINGS | {"lock_timeout": f"{int(patience * 1000)}ms"}
-        self._copies = copies
         self._session: ReadingSession | None = None
+        self.can_copy = can_copy and read.copy_query is not None
         self.copied = False
         self.snapshot: Snapshot | None = None
 
     def close(self) -> None:
-        """Close the connection, and whatever is open."""
+        """Close the connection, even if something on it is still open."""
         if self._session is not None:
             self._session.close()
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """The rows, as record batches of text columns; they may be :class:`.sinks.contract.Copyable`.
-
-        :raises TableLocked: with the first of them, when a lock is not to be had.
-        :raises CdcError: when the source cannot be reached.
-        :raises StreamFailed: when the connection breaks, or leads to another server; the read is to be done again.
-        :raises SchemaChanged: when the table is not defined as it was when the read was planned.
-        """
-        batches = self._batches()
-        return SnapshotRows(batches, self._written) if self._copies and self._read.copy_query is not None else batches
-
-    def _batches(self) -> Iterator[pa.RecordBatch]:
+        """Yield the rows as :meth:`SourceRows.batches` says, read by ADBC."""
         with _as_failure(self._read.dsn):
             self._session = session = ArrowSession(self._read.dsn, self._settings)
         with _as_failure(self._read.dsn, self._read.label), self._reading(session):
             yield from session.batches(self._read.query)
 
-    def _written(self, constants: Sequence[tuple[str, str]], binary: bool) -> Iterator[bytes]:
+    def copy_data(self, constants: Sequence[tuple[str, str]], binary: bool) -> Iterator[bytes]:
+        """Yield the rows as :meth:`SourceRows.copy_data` says, read by psycopg2."""
         assert self._read.copy_query is not None
         self.copied = True
         with _as_failure(self._read.dsn):
             self._session = session = CopySession(self._read.dsn, self._settings)
         with _as_failure(self._read.dsn, self._read.label), self._reading(session):
-            yield from session.copied(self._read.copy_query, constants, binary)
+            yield from session.copy_data(self._read.copy_query, constants, binary)
 
     @contextmanager
     def _reading(self, session: ReadingSession) -> Iterator[None]:
-        """The transaction in which rows are read."""
+        """Open the transaction in which rows are read, and commit it after the block."""
         failpoint("before-chunk-read")
         session.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         for lock in self._read.locks:
@@ -189,10 +189,7 @@ class SnapshotReader:
         failpoint("after-chunk-read")
 
     def finish(self) -> Watermark:
-        """Commit the marker that flushes what was read, and return the read's watermark.
-
-        :raises CdcError: as :meth:`batches`.
-        """
+        """Commit the marker that flushes what was read, and return the read's watermark."""
         assert self.snapshot is not None, "the rows have not been read"
         assert self._session is not None
         with _as_failure(self._read.dsn):
@@ -200,52 +197,24 @@ class SnapshotReader:
         return Watermark(self.snapshot, parse_lsn(marker))
 
 
-class SnapshotRows(Iterator[pa.RecordBatch]):
-    """Rows of a read, for who takes batches and for who takes what COPY writes: see :class:`.contract.Copyable`."""
+def write_rows(read: Read, write: Callable[[SourceRows], T], patience: float = _PATIENCE_SECONDS) -> T:
+    """Read rows and have them written.
 
-    def __init__(
-        self,
-        batches: Iterator[pa.RecordBatch],
-        written: Callable[[Sequence[tuple[str, str]], bool], Iterator[bytes]],
-    ) -> None:
-        self._batches = batches
-        self._written = written
+    A server limits the length of a row. COPY's text format reaches that limit sooner, since some characters count
+    twice in it. If a row is too long for COPY, all rows are read and written again as batches.
 
-    def __next__(self) -> pa.RecordBatch:
-        return next(self._batches)
-
-    def copied(self, constants: Sequence[tuple[str, str]] = (), binary: bool = False) -> Iterator[bytes]:
-        """See :meth:`.sinks.contract.Copyable.copied`."""
-        return self._written(constants, binary)
-
-
-def write_rows(
-    read: Read,
-    write: Callable[[Iterator[pa.RecordBatch], Callable[[], Watermark]], T],
-    patience: float = _PATIENCE_SECONDS,
-) -> T:
-    """Have the rows of a read written.
-
-    A server's limit to the length of a row is sooner reached in COPY's text format, in which some characters count
-    twice. Rows that are too long for it are read and written anew.
-
-    :param write: takes :meth:`SnapshotReader.batches` and :meth:`SnapshotReader.finish`; without effect when it fails.
+    :param write: writes the rows; it has no effect when it fails.
     :param patience: seconds to wait for each lock.
     :raises CdcError: as :class:`SnapshotReader`, and what ``write`` raises.
     """
-    reader = SnapshotReader(read, patience)
-    try:
-        return write(reader.batches(), reader.finish)
-    except Exception as e:
-        if not reader.copied or not is_limit(e):
-            raise
-    finally:
-        reader.close()
-    reader = SnapshotReader(read, patience, copies=False)
-    try:
-        return write(reader.batches(), reader.finish)
-    finally:
-        reader.close()
+    with closing(SnapshotReader(read, patience)) as reader:
+        try:
+            return write(reader)
+        except Exception as e:
+            if not reader.copied or not is_limit(e):
+                raise
+    with closing(SnapshotReader(read, patience, can_copy=False)) as reader:
+        return write(reader)
 
 
 def _row(session: ReadingSession, query: str) -> tuple[Any, ...]:
@@ -255,7 +224,7 @@ def _row(session: ReadingSession, query: str) -> tuple[Any, ...]:
 
 
 class _as_failure:
-    """Turn errors of the drivers into errors of the engine, which cross to the driver process."""
+    """Turns errors of the drivers into errors of the engine, which can be sent to the driver process."""
 
     def __init__(self, dsn: str, label: str = "") -> None:
         self._dsn = dsn
@@ -266,7 +235,7 @@ class _as_failure:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if error is not None and not isinstance(error, CdcError) and isinstance(error, DRIVER_ERRORS):
-            if self._label and knows_not(error):
+            if self._label and is_undefined_object(error):
                 raise _changed(self._label, f": {str(error).splitlines()[0]}") from error
             if sqlstate(error) == _LOCKED:
                 with connected(self._dsn) as asked:
@@ -274,8 +243,8 @@ class _as_failure:
             raise driver_failure(error, describe(self._dsn)) from error
 
 
-def _changed(label: str, said: str = "") -> SchemaChanged:
+def _changed(label: str, details: str = "") -> SchemaChanged:
     return SchemaChanged(
-        f"{label} is not defined any more as it was captured{said}",
+        f"{label} is no longer defined as it was captured{details}",
         "Start again: the stream follows the change, or the table is read again as it is now.",
     )

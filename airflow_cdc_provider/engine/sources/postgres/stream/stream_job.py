@@ -1,8 +1,7 @@
-"""The stream job: Spark's query over the log, and what watches it until it has done what was asked for.
+"""The stream job: runs Spark's query over the log, and watches it until it has done what was asked for.
 
-Spark cuts the stream into batches; where the stream goes on, the sink's commit record
-says alone. So each query begins with a checkpoint of its own, in which Spark keeps how
-far this query is.
+Spark cuts the stream into batches. The position at which the stream goes on is in the sink's commit record only. So
+each query begins with a new checkpoint, in which Spark keeps the progress of this query.
 """
 
 from __future__ import annotations
@@ -27,16 +26,20 @@ from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, dr
 from airflow_cdc_provider.engine.postgres.lock_holders import naming_holders
 from airflow_cdc_provider.engine.postgres.server_identity import QUERY
 from airflow_cdc_provider.engine.postgres.slots import SlotState, emit_marker, read_slot
-from airflow_cdc_provider.engine.runs.foreach_batch import Batches
+from airflow_cdc_provider.engine.runs.foreach_batch import ForeachBatch
 from airflow_cdc_provider.engine.runs.progress import StreamProgress
 from airflow_cdc_provider.engine.runs.run import Run
 from airflow_cdc_provider.engine.sources.postgres.provision.gate import Passage
 from airflow_cdc_provider.engine.sources.postgres.recorded_slot import RecordedSlot
 from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
-from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import Handout
-from airflow_cdc_provider.engine.sources.postgres.stream.sink_fanout import Fanout
-from airflow_cdc_provider.engine.sources.postgres.stream.spark_source import Meeting, SourceOptions, postgres_cdc
-from airflow_cdc_provider.engine.spark.local_sockets import meeting_place
+from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import InlineStaging
+from airflow_cdc_provider.engine.sources.postgres.stream.sink_fanout import SinkFanout
+from airflow_cdc_provider.engine.sources.postgres.stream.spark_source import (
+    LocalProcesses,
+    SourceOptions,
+    postgres_cdc,
+)
+from airflow_cdc_provider.engine.spark.local_sockets import socket_directory
 from airflow_cdc_provider.engine.spark.worker_memory import spare_modules
 
 log = logging.getLogger(__name__)
@@ -46,7 +49,7 @@ _POLL_SECONDS = 0.05
 
 
 class StreamJob:
-    """Follows the log until told otherwise.
+    """Follows the log until it is asked to stop.
 
     :param report: called after every batch and about once a second.
     """
@@ -58,20 +61,21 @@ class StreamJob:
         self._report = report
         self._began = record.applied
         self._origin = RecordedSlot.of(record.identity).origin
-        self._handout = Handout()
-        self._units = Fanout(run, record, self._handout)
-        self._batches = Batches(run, self._batch, _batch_failure, _query_failure)
+        self._staging = InlineStaging()
+        self._sinks = SinkFanout(run, record, self._staging)
+        self._batches = ForeachBatch(run, self._write_batch, _batch_failure, _query_failure)
         self._passage: Passage | None = None
-        self._seen: Passage | None = None
-        self._unseen: str | None = None
+        self._passage_before: Passage | None = None
+        self._catalog_locked: str | None = None
 
     def follow(self, target: Lsn | None) -> StreamProgress:
-        """Apply the log until everything up to ``target`` is durable, or for ever when ``None``.
+        """Apply the log until everything up to ``target`` is durable, or forever when ``None``.
 
-        :returns: what was done. Ends early when the run is asked to stop.
+        It ends early when the run is asked to stop.
+
         :raises CdcError: when the stream cannot go on.
         """
-        with meeting_place() as directory, self._handout.serving(directory, self._run.lag.idle):
+        with socket_directory() as directory, self._staging.serving(directory, self._run.lag.idle):
             return self._follow(self._start(directory), target)
 
     def _follow(self, query: StreamingQuery, target: Lsn | None) -> StreamProgress:
@@ -80,57 +84,57 @@ class StreamJob:
                 try:
                     self._watch(query, target)
                 finally:
-                    self._units.halt()
+                    self._sinks.halt()
         except DRIVER_ERRORS as e:
             raise driver_failure(e, describe(postgres_settings(self._pipeline).dsn)) from e
         finally:
-            # What stays if the sink is out of reach is swept at the next start; the error at hand says more.
+            # If the sink is out of reach, leftovers are removed at the next start; the error in flight says more.
             with contextlib.suppress(CdcError, *DRIVER_ERRORS):
                 self._sweep()
         self._report(self._progress())
-        if self._units.refusal is not None:
-            raise self._units.refusal
+        if self._sinks.refusal is not None:
+            raise self._sinks.refusal
         return self._progress()
 
     def _watch(self, query: StreamingQuery, target: Lsn | None) -> None:
-        """Do what goes on beside the batches, until the target is applied and acknowledged."""
+        """Watch source and query while batches are applied, until the target is applied and acknowledged."""
         beat = time.monotonic()
         with connected(postgres_settings(self._pipeline).dsn, settings={"synchronous_commit": "local"}) as source:
-            self._gate(source)  # the address may lead to another server than it did to the gate at the start
-            self._look(source)
-            while not self._run.stopping and not self._units.done(target):
+            self._gate(source)  # by now the address may lead to another server than at the start
+            self._check_catalog(source)
+            while not self._run.stopping and not self._sinks.done(target):
                 if self._batches.ended(query):
                     break
                 self._run.check()
                 if time.monotonic() - beat >= self._pipeline.stream.heartbeat:
                     beat = time.monotonic()
                     self._run.budget.look(self._gate(source))
-                    self._look(source)
+                    self._check_catalog(source)
                     emit_marker(source, "heartbeat")
                 self._report(self._progress())
             self._await_acknowledgement(source, query)
 
-    def _look(self, source: Connection) -> None:
-        """Look at the catalog; what a locked table keeps from being seen is looked at again with the next heartbeat."""
+    def _check_catalog(self, source: Connection) -> None:
+        """Check whether the catalog has changed; if a table is locked, try again at the next heartbeat."""
         try:
-            with naming_holders():  # here, as the session that outlives this would name them only at its end
-                self._units.look(source)
+            with naming_holders():  # here, since the session outlives this check and would name them only at its end
+                self._sinks.check_catalog(source)
         except TableLocked as e:
-            if self._unseen is None:
+            if self._catalog_locked is None:
                 log.warning("looking at the catalog waits: %s", e.message)
-            self._unseen = e.message
+            self._catalog_locked = e.message
         else:
-            self._unseen = None
+            self._catalog_locked = None
 
     def _progress(self) -> StreamProgress:
-        units = self._units
+        sinks = self._sinks
         return StreamProgress(
-            units.applied,
-            units.changes,
-            units.seconds,
-            units.tables.copy(),
-            units.batch_seconds,
-            units.waiting or self._unseen,
+            sinks.applied,
+            sinks.changes,
+            sinks.seconds,
+            sinks.tables.copy(),
+            sinks.batch_seconds,
+            sinks.waiting or self._catalog_locked,
         )
 
     def _source_options(self) -> SourceOptions:
@@ -140,10 +144,10 @@ class StreamJob:
             postgres_settings(pipeline).slot,
             postgres_settings(pipeline).publication,
             self._origin,
-            self._units.applied,
+            self._sinks.applied,
             pipeline.stream.max_batch_bytes,
             pipeline.stream.heartbeat,
-            self._run.depot,
+            self._run.piece_store,
             self._run.epoch,
         )
 
@@ -153,7 +157,7 @@ class StreamJob:
         options = replace(
             self._source_options(),
             trigger=self._pipeline.stream.trigger,
-            meeting=Meeting.of(self._spark, directory),
+            local=LocalProcesses.of(self._spark, directory),
         )
         self._spark.dataSource.register(postgres_cdc(options))
         for _ in range(_STARTS):
@@ -174,11 +178,11 @@ class StreamJob:
         return query
 
     def _comes_late(self, query: StreamingQuery) -> bool:
-        """Wait for the source's process; on a busy machine it may not come up in the ten seconds that Spark gives it.
+        """Wait for the source's process; return whether it did not come up in the ten seconds that Spark gives it.
 
-        Nothing has been read then, so that no failure needs to be counted: the query can begin again.
+        That happens on a busy machine. Nothing has been read then, so no failure is counted: the query can begin again.
         """
-        # A query that fails says so a moment before it becomes inactive.
+        # The status of a query that fails says so a moment before the query becomes inactive.
         undecided = ("Initializing", "Terminated")
         while query.isActive and query.status["message"].startswith(undecided) and not self._run.stopping:
             self._run.check()
@@ -189,39 +193,40 @@ class StreamJob:
         return late
 
     def _gate(self, source: Connection) -> SlotState:
-        """Look whether the source can still continue; what was seen the time before, it has saved by now.
+        """Check that the source can still continue; it has saved by now what was seen the time before.
 
-        :raises StreamFailed: when this is another server than the log is read from: a passage here says nothing of that
-            one, and its timeline in the record would vouch for what has been applied of another.
+        :raises StreamFailed: when this is another server than the log is read from. Then the passage says nothing
+            about that one, and its timeline in the record would vouch for changes of another history.
         """
         self._origin.require(row(source, f"SELECT {QUERY}"), postgres_settings(self._pipeline).dsn)
-        passage = self._units.gate(source)
-        self._seen, self._passage = self._passage, passage
-        self._run.lag.see(passage.slot)
+        passage = self._sinks.gate(source)
+        self._passage_before, self._passage = self._passage, passage
+        self._run.lag.observe_slot(passage.slot)
         return passage.slot
 
     def _await_acknowledgement(self, source: Connection, query: StreamingQuery) -> None:
-        """Leave the slot at what is applied: Spark tells the source so when it next asks for an offset."""
-        applied, slot = self._units.applied, postgres_settings(self._pipeline).slot
+        """Wait until the slot is acknowledged up to what is applied, as it is when Spark next asks for an offset."""
+        applied, slot = self._sinks.applied, postgres_settings(self._pipeline).slot
         if applied == self._began:
             return
 
         def acknowledged() -> bool:
             state = read_slot(source, slot)
             if state is not None:
-                self._run.lag.see(state)
+                self._run.lag.observe_slot(state)
             return state is None or state.confirmed_flush_lsn >= applied or self._batches.ended(query)
 
         await_condition(acknowledged, _ACKNOWLEDGE_SECONDS)
 
     def _sweep(self) -> None:
         self._run.commit_record.sweep(self._run.epoch)
-        self._run.commit_record.discard(self._run.epoch)
+        for branch in self._run.branches:
+            branch.sink.discard(self._run.epoch)
 
-    def _batch(self, pieces: DataFrame, _: int) -> None:
-        if self._seen is not None:
-            self._units.note(self._seen)
-        self._units.bring(pieces)
+    def _write_batch(self, pieces: DataFrame, _: int) -> None:
+        if self._passage_before is not None:
+            self._sinks.record_source(self._passage_before)
+        self._sinks.write_batch(pieces)
         self._report(self._progress())
 
 
@@ -234,11 +239,11 @@ def _batch_failure(number: int, text: str) -> CdcError:
 
 
 def _query_failure(text: str) -> CdcError:
-    """What the source's process raised, told by its text: it is another process, which only Spark talks to."""
-    _, told, tail = text.rpartition(f"{errors.__name__}.")
-    if told:
+    """Return the error that the source's process raised, by its text: only Spark talks to that process."""
+    _, found, tail = text.rpartition(f"{errors.__name__}.")
+    if found:
         name, _, message = tail.splitlines()[0].strip().partition(": ")
-        kind = getattr(errors, name, StreamFailed)  # by which is decided whether to begin again
+        kind = getattr(errors, name, StreamFailed)  # the class decides whether the job begins again
         solution = getattr(kind, "remedy", "Start again: the stream goes on from the last commit.")
         return cast(CdcError, kind(message, solution))
     return StreamFailed(

@@ -1,12 +1,12 @@
 """Decodes Postgres's logical replication stream into Arrow, a whole piece of it at a time.
 
 The format is protocol version 1 of the ``pgoutput`` plugin with values as text (Postgres documentation, "Logical
-Replication Message Formats"). A Python loop over rows would be slower than the server sends, so each step here works
-on all messages of a piece, or on one column of all rows of a relation, at once: a row's values lie one behind the
+Replication Message Formats"). A Python loop over rows would be slower than the server sends. So each step here works
+on all messages of a piece, or on one column of all rows of a relation, at once. A row's values lie one behind the
 other with their lengths between them, so the positions of a column in *all* rows give those of the next column.
 
-Nothing is interpreted: values stay text, and relations are what the server says. A piece carries the context that its
-messages need (relations, open transaction), so pieces can be decoded anywhere and in any order.
+Nothing is interpreted: values stay text, and relations are as the server describes them. A piece carries the context
+that its messages need (relations, open transaction), so pieces can be decoded anywhere and in any order.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ from airflow_cdc_provider.engine.sources.postgres.wal.wal_piece import OpenTrans
 _EPOCH = 946_684_800_000_000  # 2000-01-01, where Postgres counts from, in microseconds since the Unix epoch
 _B, _C, _R, _I, _U, _D, _T = b"BCRIUDT"
 _KEY, _OLD, _NEW = b"KON"
-# By kind of message: how many rows it changes. A TRUNCATE changes one for each relation it lists: more is found out
-# later.
+# Rows that a message changes, by its kind. A TRUNCATE changes one for each relation it lists; these are counted later.
 _CHANGES = np.zeros(256, np.int64)
-
 _CHANGES[[_I, _U, _D, _T]] = 1
 
 
@@ -77,7 +75,7 @@ def decode(piece: Piece) -> list[Changes]:
     refuse(
         oids[found] != rows.oid,
         lambda i: f"{wire.name(rows.order[i])} changes relation {rows.oid[i]}, which has not been described",
-        "Start the stream again from its last commit: the server then describes every relation anew.",
+        "Start the stream again from its last commit: the server then describes every relation again.",
     )
     grouped = np.argsort(found.astype(np.min_scalar_type(len(keys))), kind="stable")  # small integers: a radix sort
     parts = np.split(grouped, np.flatnonzero(np.diff(found[grouped])) + 1) if len(found) else []
@@ -91,7 +89,7 @@ def decode(piece: Piece) -> list[Changes]:
 class _Rows:
     """Row changes: arrays with one entry for each; ``start`` and ``end`` are those of its message in the data.
 
-    :param tuple_kind: of its first tuple; of a truncate it has no meaning.
+    :param tuple_kind: of its first tuple; meaningless for a truncate.
     """
 
     order: Ints
@@ -120,9 +118,9 @@ def _rows(wire: Wire, opened: OpenTransaction | None) -> _Rows:
     truncates = np.flatnonzero(wire.kind == _T)
     listed = count[truncates] = wire.read(">i4", wire.start[truncates] + 1)
     wrong = (wire.length[truncates] != 6 + 4 * count[truncates]) | (wire.read("u1", wire.start[truncates] + 5) > 3)
-    refuse(wrong, lambda i: f"{wire.name(truncates[i])} has not the form that {listed[i]} relations need")
+    refuse(wrong, lambda i: f"{wire.name(truncates[i])} does not have the form that {listed[i]} relations need")
 
-    # Of each transaction, where the first is the one that was open.
+    # One entry for each transaction; the first is the one that was open.
     first, at = opened or OpenTransaction(0, LOG_START, 0, 0), wire.start[begins]
     commit_lsn = np.append(first.commit_lsn, wire.read(">i8", at + 1))
     commit_ts = np.append(first.commit_ts, wire.read(">i8", at + 9) + _EPOCH)
@@ -154,9 +152,9 @@ def _rows(wire: Wire, opened: OpenTransaction | None) -> _Rows:
 
 
 def _check_transactions(wire: Wire, begins: Flags, commit_lsn: Ints, commit_ts: Ints) -> None:
-    """Refuse transactions of which begin and commit do not agree, or that come twice or out of order.
+    """Refuse transactions whose begin and commit do not agree, or that come twice or out of order.
 
-    :param commit_lsn, commit_ts: what the begins say, of the transaction that was open at first.
+    :param commit_lsn, commit_ts: as the begins give them; the first entry is that of the transaction that was open.
     """
     begun, ended = np.flatnonzero(begins), np.flatnonzero(wire.kind == _C)
     for messages, size in ((begun, 21), (ended, 26)):
@@ -171,7 +169,7 @@ def _check_transactions(wire: Wire, begins: Flags, commit_lsn: Ints, commit_ts: 
 
 
 def _versions(wire: Wire, relations: Sequence[bytes]) -> list[tuple[int, Relation]]:
-    """List the versions of relations, each with the message from which on it holds, ordered by oid and message."""
+    """List the versions of relations, each with the message from which it is valid, ordered by oid and message."""
     described = [(0, body) for body in relations]
     for i in np.flatnonzero(wire.kind == _R).tolist():
         described.append((i, bytes(wire.data[wire.start[i] : wire.start[i] + wire.length[i]])))
@@ -209,7 +207,7 @@ def _changes(wire: Wire, relation: Relation, rows: _Rows) -> Changes:
             refuse(where, lambda i: f"{name(i)} leaves out the old value of {relation.columns[column].name}")
         if relation.replica_identity != "f":
             _check_keys(relation, with_old, old, name)
-        both = with_old & updated  # where the message ends too early the next one begins, and never with an N
+        both = with_old & updated  # if the message ends too early, the next one begins here, and never with an N
         refuse(both & (wire.read("u1", at) != _NEW), lambda i: f"{name(i)} has no new row behind the old one")
         at += both
     new, unchanged, at[with_new] = tuples(wire, relation, with_new, at[with_new], rows.end[with_new], name)
@@ -220,7 +218,7 @@ def _changes(wire: Wire, relation: Relation, rows: _Rows) -> Changes:
 
 
 def _check_keys(relation: Relation, with_old: Flags, old: tuple[pa.Array, ...], name: Callable[[int], str]) -> None:
-    """Refuse an old key that lacks a column of the replica identity or has another."""
+    """Refuse an old key that lacks a column of the replica identity or has a further one."""
     count = int(with_old.sum())
     for column, values in zip(relation.columns, old, strict=True):
         if len(values) - values.null_count != (count if column.key else 0):

@@ -1,4 +1,4 @@
-"""The values of rows, column by column, out of the bytes of many messages."""
+"""Decodes the values of rows, column by column, from the bytes of many messages."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from airflow_cdc_provider.engine.sources.postgres.wal.pgoutput_wire import (
 def tuples(
     wire: Wire, relation: Relation, present: Flags, at: Ints, end: Ints, name: Callable[[int], str]
 ) -> tuple[tuple[pa.Array, ...], dict[int, Flags], Ints]:
-    """Decode a tuple each of the rows that are ``present``.
+    """Decode one tuple of each row that is ``present``.
 
-    :param at, end: where the tuple begins and where its message ends; of the present rows only, as all that follows.
+    :param at, end: where the tuple begins and where its message ends; for the present rows only.
     :param name: describes a row, by its index among all.
-    :returns: for all rows, an array for each column and where values are left out; where the tuples end.
+    :returns: for all rows, an array for each column and masks of values that are left out; where the tuples end.
     """
     index, width, count = np.flatnonzero(present), len(relation.columns), wire.read(">u2", at)
     refuse(count != width, lambda i: f"{name(index[i])} has {count[i]} values for {width} columns")
@@ -62,7 +62,7 @@ def _values(
 
 
 def _strings(data: Bytes, start: Ints, end: Ints, text: Flags, present: Flags) -> pa.Array:
-    """Collect the values of one column; ``text``: which of the present rows have one (not null, not left out).
+    """Collect the values of one column; ``text`` marks the present rows that have one (not null, not left out).
 
     Values and the bytes between them are an Arrow array without any copying, because positions grow from row to row.
     Its even elements are the column, and Arrow's filter gathers them faster than NumPy can.

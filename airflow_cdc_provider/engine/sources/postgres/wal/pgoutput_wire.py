@@ -1,4 +1,4 @@
-"""The fields of many messages, read at once out of their bytes."""
+"""Reads the fields of many messages at once from their bytes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from airflow_cdc_provider.engine.sources.postgres.wal.wal_piece import Piece
 NULL, UNCHANGED, TEXT = b"nut"
 OPTIONS = "Start replication with proto_version '1' and without the options binary, streaming and two_phase."
 REPORT = "Start the stream again from its last commit; if that fails too, report it with the server's version."
-# Bytes that a message of a kind has at least; none is a kind that protocol version 1 does not have.
+# Least bytes of a message, by its kind; zero for kinds that protocol version 1 does not have.
 _LEAST = np.zeros(256, np.int64)
 _LEAST[list(b"BCORYIUDTM")] = 21, 26, 10, 10, 7, 8, 8, 8, 6, 15
 
 
 def gather(data: Bytes, dtype: str, at: Ints) -> NDArray[Any]:
-    """See :meth:`Wire.read`."""
-    # A view of the numbers at all positions, overlapping and unaligned: one indexing instead of one an octet.
+    """Gather numbers as :meth:`Wire.read`."""
+    # A view of the numbers at all positions, overlapping and unaligned: one indexing instead of one for each octet.
     size = np.dtype(dtype).itemsize
     window = np.ndarray((max(len(data) - size + 1, 0),), dtype, data, strides=(1,))
     if not len(at) or at[-1] < len(window):
@@ -38,26 +38,29 @@ def gather(data: Bytes, dtype: str, at: Ints) -> NDArray[Any]:
 
 
 def refuse(bad: Flags, describe: Callable[[int], str], solution: str = REPORT) -> None:
-    """Raise for the first ``bad`` one, if there is any."""
+    """Raise an error for the first ``bad`` entry, if there is any.
+
+    :raises ProtocolError: with its description.
+    """
     if bad.any():
         raise ProtocolError(describe(int(bad.argmax())), solution)
 
 
 def octet(eights: NDArray[np.uint64], i: int) -> Octets:
-    """One of the bytes of each, as :meth:`Wire.read` has gathered them."""
+    """Return byte ``i`` of each number that :meth:`Wire.read` has gathered."""
     return np.ascontiguousarray(eights.view(np.uint8)[i::8])
 
 
 def int32(eights: NDArray[np.uint64], i: int) -> Ints:
-    """The 32-bit integers that begin at byte ``i`` of each, as :meth:`Wire.read` has gathered them."""
+    """Return the 32-bit integer that begins at byte ``i`` of each number that :meth:`Wire.read` has gathered."""
     return eights.astype(np.int64) << 8 * i >> 32
 
 
 @dataclass(frozen=True, eq=False)
 class Wire:
-    """The bytes of a piece and where its messages are: arrays with one entry for each message.
+    """The bytes of a piece and the places of its messages: arrays with one entry for each message.
 
-    :param head: the first eight bytes of each: of a row change its kind, the relation's oid, and the kind of tuple.
+    :param head: the first eight bytes of each; in a row change its kind, the relation's oid, and the kind of tuple.
     """
 
     data: Bytes
@@ -81,9 +84,9 @@ class Wire:
         return wire
 
     def read(self, dtype: str, at: Ints) -> NDArray[Any]:
-        """Gather the numbers that begin at ``at``, which ascends; zeros stand beyond the end, which callers check.
+        """Gather the numbers that begin at ``at``, which ascends; they are zero beyond the end, which callers check.
 
-        To find the bytes takes longer than to move them: what stands together is read as one number of eight.
+        Finding the bytes takes longer than moving them, so neighboring fields are read as one number of eight bytes.
         """
         return gather(self.data, dtype, at)
 

@@ -1,8 +1,7 @@
-"""The log between the connection and Spark: raw messages, cut into blocks that end at commits.
+"""Buffers the log between the connection and Spark: raw messages, cut into blocks that end at commits.
 
-Pure logic, no I/O. Messages are kept as they came; what is looked at is only what
-decides where a batch may end: begins, commits, relations, and whether a
-transaction has any content at all.
+Pure logic, no I/O. Messages are kept as they came. Only what decides where a batch may end is looked at: begins,
+commits, relations, and whether a transaction has any content at all.
 """
 
 from __future__ import annotations
@@ -29,22 +28,22 @@ EPOCH_2000 = 946_684_800_000_000
 
 _BEGIN, _COMMIT, _RELATION, _MESSAGE, _TRUNCATE, _ORIGIN = b"BCRMTO"
 _ROWS = frozenset(b"IUD")
-# Fewer rows in a run are not worth the trouble.
+# Shorter runs of rows are not faster to add at once.
 _RUN, _TAG = re.compile(rb"[IUD]{8,}"), itemgetter(0)
 # A commit record lists subtransactions, dropped files and invalidations; its size is limited to a gigabyte.
 _LONGEST_COMMIT = 1 << 31
 _MARKER = MESSAGE_PREFIX.encode() + b"\0"
-_NEVER = 1 << 62  # a time that does not come
-_FORGETTABLE_BYTES = 1 << 20  # a piece may hold so much of what stands behind it in memory
+_NEVER = 1 << 62  # later than any time
+_MAX_HELD_BYTES = 1 << 20  # bytes behind a piece in the same memory that the piece may keep alive
 
 
 @dataclass(frozen=True, order=True)
 class Position:
     """A place in the stream at which a batch may end.
 
-    :param lsn: end LSN of a commit, or of what a keepalive stands for.
-    :param block: 0 between transactions; otherwise how many blocks of the open transaction that follows
-        ``lsn`` have been passed.
+    :param lsn: end LSN of a commit, or the position of a keepalive.
+    :param block: 0 between transactions; inside of one, the number of blocks of the open transaction after ``lsn``
+        that have been passed.
     """
 
     lsn: Lsn
@@ -62,8 +61,8 @@ class Position:
 class Block:
     """A sealed run of messages that ends at ``end``.
 
-    :param committed_at: when the oldest of the transactions with content was committed that end in it: microseconds
-        since 1970, :data:`_NEVER` where none ends, or none has a time of this server.
+    :param committed_at: commit time of the oldest transaction with content that ends in it, in microseconds since
+        1970; :data:`_NEVER` if none ends in it, or none has a time of this server.
     """
 
     piece: Piece
@@ -77,18 +76,18 @@ class Block:
 
 @dataclass(frozen=True)
 class _Mark:
-    """A place between two messages of the block that grows: how many there are before it, and their bytes."""
+    """A place between two messages of the growing block: the number of messages before it, and their bytes."""
 
     messages: int
     size: int
 
 
 class Buffer:
-    """Messages between the connection and Spark; no I/O, not thread-safe by itself.
+    """Messages between the connection and Spark; no I/O, not thread-safe.
 
     :param start: position after which messages come.
-    :param block_bytes: size from which a block is sealed.
-    :ivar sent_at: when the server has sent what came last: microseconds since 1970, by its clock, not ours.
+    :param block_bytes: size at which a block is sealed.
+    :ivar sent_at: when the server sent the last message, in microseconds since 1970 by its clock, not ours.
     """
 
     def __init__(self, start: Position, block_bytes: int) -> None:
@@ -98,7 +97,7 @@ class Buffer:
         self._blocks: deque[Block] = deque()
         self._block_bytes = block_bytes
         self._end = start
-        # Replaced, never changed, so that a reference keeps the state of a moment.
+        # Replaced, never modified, so that a reference to it is a snapshot.
         self._relations: dict[int, bytes] = {}
         self._transaction: OpenTransaction | None = None
         self._rows = 0
@@ -112,7 +111,7 @@ class Buffer:
         relations: dict[int, bytes],
         transaction: OpenTransaction | None,
     ) -> None:
-        """Begin a block with messages that were not sealed, and the context in which they stand."""
+        """Begin a block with messages that were not sealed, and with the context that they need."""
         self._data = io.BytesIO()
         self._data.write(rest)
         self._lengths = lengths
@@ -125,7 +124,7 @@ class Buffer:
         self._committed_relations = relations
 
     def extend(self, messages: Sequence[bytes | memoryview]) -> None:
-        """Add messages as :meth:`add` does, but runs of rows at once; none may be empty.
+        """Add messages as :meth:`add` does, but a run of rows at once; no message may be empty.
 
         :raises ProtocolError: also when one is cut short.
         """
@@ -157,18 +156,18 @@ class Buffer:
         self._rows += len(messages)
 
     def add(self, message: bytes | memoryview) -> None:
-        """Add one pgoutput message, without the header of XLogData; it is copied.
+        """Add a copy of one pgoutput message, without the header of XLogData.
 
         :raises ProtocolError: when a commit ends another transaction than has begun. Other damage is found when
-            the message is decoded; but positions are acknowledged, so they must be right here.
+            the message is decoded, but positions are acknowledged, so they must be right here.
         :raises struct.error: when the message is cut short.
         """
         tag = message[0]
         if tag == _MESSAGE and message[10 : 10 + len(_MARKER)] != _MARKER:
-            return  # of another application; it may come between transactions
+            return  # from another application; it may come between transactions
         size = len(message)
         if self._committed is not None and self._size + size >= self._block_bytes:
-            self._seal_committed()  # now, as what has come since would have to be moved
+            self._seal_committed()  # now, since whatever follows the commit would have to be moved
         self._data.write(message)
         self._lengths.append(size)
         self._size += size
@@ -204,8 +203,8 @@ class Buffer:
         begun = self._transaction.commit_lsn if self._transaction is not None else None
         if lsn != begun or not 0 < end_lsn - lsn < _LONGEST_COMMIT:
             raise ProtocolError(
-                f"a commit at {format_lsn(lsn)} that ends at {format_lsn(end_lsn)}, where"
-                + (f" one at {format_lsn(begun)} was to come" if begun is not None else " no transaction has begun"),
+                f"unexpected commit at {format_lsn(lsn)} that ends at {format_lsn(end_lsn)}, because "
+                + (f"one at {format_lsn(begun)} was to come" if begun is not None else "no transaction has begun"),
                 "Start the stream again from its last commit; if that fails too, report it with the server's version.",
             )
         in_parts = self._context[1] is not None and self._committed is None
@@ -218,7 +217,7 @@ class Buffer:
         self._committed = _Mark(len(self._lengths), self._size)
         self._committed_lsn = end_lsn
         self._committed_relations = self._relations
-        # The last part of a transaction that was sealed in parts stands alone, so that all its parts end one batch.
+        # The last part of a transaction that was sealed in parts is a block alone, so that its parts end one batch.
         if in_parts or self._size >= self._block_bytes:
             self._seal_committed()
 
@@ -231,24 +230,24 @@ class Buffer:
         self._data.truncate()
 
     def keepalive(self, wal_end: Lsn) -> None:
-        """Note a keepalive: between transactions it stands for everything before it in the byte stream."""
+        """Take a keepalive: between transactions, everything before its position has been received."""
         if self._transaction is None:
             self.position = max(self.position, wal_end)
 
     def age(self, after: Position) -> float:
-        """How old the oldest transaction behind a position was when the server sent what came last, in seconds.
+        """Return the seconds between the oldest commit behind a position and the last message from the server.
 
-        Zero where there is none with content, or only such as were replicated to the server, whose times are those of
-        another clock.
+        Zero if there is none with content, or only such as were replicated to the server, whose times are by another
+        clock.
         """
         return max(0, self.sent_at - min(self._times(after), default=_NEVER)) / 1e6
 
     def holds(self, after: Position) -> bool:
-        """Whether a whole transaction with content has come behind a position."""
+        """Return whether a whole transaction with content has come behind a position."""
         return any(True for _ in self._times(after))
 
     def _times(self, after: Position) -> Iterator[int]:
-        """When the whole transactions with content behind a position were committed, the oldest of each block."""
+        """Yield the commit times of whole transactions with content behind a position, the oldest of each block."""
         for block in self._blocks:
             if block.end > after and not block.end.block:
                 yield block.committed_at
@@ -256,7 +255,7 @@ class Buffer:
             yield self._committed_at
 
     def seal(self) -> Position:
-        """Make a block of the whole transactions that have come; return the end of the last block."""
+        """Make a block of the whole transactions so far; return the end of the last block."""
         self._seal_committed()
         return self._end
 
@@ -273,10 +272,10 @@ class Buffer:
 
     def _append(self, until: _Mark, end: Position) -> memoryview:
         """Append a block of the messages before a mark, and return the bytes of the others."""
-        data = self._data.getvalue()  # no copy, as nothing is written any more
+        data = self._data.getvalue()  # no copy, as nothing more is written
         view = memoryview(data)
         piece = data if until.size == len(data) else view[: until.size]
-        if len(data) - until.size > _FORGETTABLE_BYTES:
+        if len(data) - until.size > _MAX_HELD_BYTES:
             piece = bytes(piece)
         lengths = np.array(self._lengths[: until.messages], dtype="<i4").tobytes()
         self._blocks.append(Block(Piece(piece, lengths, *self._context), end, self._committed_at))
@@ -305,9 +304,9 @@ class Buffer:
         return inside if end == after and size >= limit else end
 
     def idle_position(self, after: Position) -> Position:
-        """The position reached when everything with content has been passed; ``after`` otherwise."""
+        """Return the position reached if everything with content has been passed, else ``after``."""
         if (self.passed(after) or 0) > after.lsn:
-            self._end = Position(self.position)  # what follows is counted from here
+            self._end = Position(self.position)  # later blocks are counted from here
             return self._end
         return after
 
@@ -317,7 +316,7 @@ class Buffer:
         return max(self.position, after.lsn) if idle else None
 
     def take(self, start: Position, end: Position) -> list[Piece]:
-        """The pieces of the batch ``(start, end]``, in order."""
+        """Return the pieces of the batch ``(start, end]``, in order."""
         return [block.piece for block in self._blocks if start < block.end <= end]
 
     def release(self, end: Position) -> None:
@@ -327,7 +326,7 @@ class Buffer:
 
 
 def malformed(message: bytes | memoryview) -> ProtocolError:
-    """What is raised for a message that is none."""
+    """Return the error for bytes that are not a message."""
     return ProtocolError(
         f"a message of {len(message)} bytes, {bytes(message[:60])!r}, is not what the protocol allows",
         "Start the stream again; it goes on from the last commit.",

@@ -1,4 +1,4 @@
-"""Messages of a replication connection are moved into the buffer."""
+"""Moves the messages of a replication connection into the buffer."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _CHANGE, _KEEPALIVE = b"wk"
 _HEADER, _KEEPALIVE_BYTES = 25, 18  # of XLogData: kind, start, end, time; of a keepalive: kind, end, time, reply
 _SENT_AT = struct.Struct(">17xq")  # in the header of XLogData
 _BODY = itemgetter(slice(_HEADER, None))
-_GULP = 4096  # messages at most, before status is thought of again
+_GULP = 4096  # messages at most, before it is time to think of status messages again
 
 
-def gulp(get: Callable[[int], tuple[int, memoryview]], buffer: Buffer, room: int) -> tuple[int, bool]:
+def fill_buffer(get: Callable[[int], tuple[int, memoryview]], buffer: Buffer, room: int) -> tuple[int, bool]:
     """Move messages into a buffer until there are no more, or enough have come.
 
     :param get: see :meth:`PGconn.get_copy_data`.
-    :param room: bytes to move at most, but for the last message.
-    :returns: what the last ``get`` has returned as length; whether the server asks for an answer.
+    :param room: bytes to move at most; the last message may exceed them.
+    :returns: the length that the last ``get`` has returned; whether the server asks for an answer.
     :raises ProtocolError: when a message is neither a change nor a keepalive.
     """
     changes: list[memoryview] = []

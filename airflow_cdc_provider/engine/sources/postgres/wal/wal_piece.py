@@ -1,4 +1,4 @@
-"""A piece of the log: messages of whole transactions, or of a part of one, with what is open at its beginning."""
+"""A piece of the log: messages of whole transactions, or of a part of one, with the context at its beginning."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Piece:
     :param data: message bodies one behind the other, without the XLogData headers.
     :param lengths: the length of each, as little-endian 32-bit integers.
     :param relations: the Relation messages in force at the start; of several for an oid the last counts.
-    :param transaction: the transaction in progress at the start, None outside of one.
+    :param transaction: the transaction in progress at the start; ``None`` outside of one.
     """
 
     data: Bytes = field(repr=False)
@@ -41,11 +41,11 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """Bytes of all messages, also where ``data`` is somewhere else."""
+        """Return the bytes of all messages, also if ``data`` is deposited elsewhere."""
         return int(np.frombuffer(self.lengths, "<i4").sum(dtype=np.int64))
 
     def parts(self) -> Sequence[Bytes]:
-        """Pack the piece for shipping: one behind the other, these are :meth:`to_bytes`."""
+        """Pack the piece for shipping in several parts; joined, they are :meth:`to_bytes`."""
         t = self.transaction
         opened = struct.pack("<Iqqq", t.xid, t.commit_lsn, t.commit_ts, t.seq) if t else b""
         parts = [opened, self.lengths, self.data, *self.relations]

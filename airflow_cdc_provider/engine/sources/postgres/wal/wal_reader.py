@@ -1,17 +1,13 @@
-"""The write-ahead log as it arrives: one replication connection, read into a bounded buffer.
+"""Reads the write-ahead log from one replication connection into a bounded buffer.
 
-When the buffer is full the reading thread stops, and TCP's back-pressure
-reaches the walsender. Status messages go out unasked all the while, also then,
-because a walsender that hears nothing for ``wal_sender_timeout`` hangs up. The
-other way round, silence for that time is no proof: a walsender says nothing while it
-puts a large row together, and before Postgres 16 while it decodes what is not
-published, such as the refresh of a large materialized view; and it would do so again.
-So the server is then asked, on a connection of its own, whether the walsender is at
-work.
+When the buffer is full the reading thread stops, and TCP's back-pressure reaches the walsender. Status messages are
+still sent periodically, because a walsender that receives nothing for ``wal_sender_timeout`` closes the connection. In
+the other direction, silence for that time proves nothing: a walsender is silent while it assembles a large row, and
+before Postgres 16 while it decodes what is not published, such as the refresh of a large materialized view. It would be
+silent again after a reconnect. So the server is asked, on a separate connection, whether the walsender is at work.
 
-psycopg's ``PGconn`` is used because it sends only what we send. psycopg2's
-replication cursor acknowledges on its own when a keepalive comes, and has been
-seen to lose a committed transaction that way.
+psycopg's ``PGconn`` is used because it never sends a status message on its own. psycopg2's replication cursor
+acknowledges automatically when a keepalive comes, and has been seen to lose a committed transaction that way.
 
 Protocol: Postgres documentation, "Streaming Replication Protocol".
 """
@@ -30,42 +26,42 @@ from psycopg.pq.abc import PGconn
 from airflow_cdc_provider.engine.core.errors import LimitExceeded, StreamFailed
 from airflow_cdc_provider.engine.core.lsn import Lsn
 from airflow_cdc_provider.engine.postgres.connection import connected
-from airflow_cdc_provider.engine.postgres.dead_connections import find_trouble
+from airflow_cdc_provider.engine.postgres.dead_connections import find_session_problem
 from airflow_cdc_provider.engine.postgres.replication import open_replication, replication_failure
-from airflow_cdc_provider.engine.postgres.server_identity import Origin
+from airflow_cdc_provider.engine.postgres.server_identity import ServerIdentity
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import EPOCH_2000, Buffer, Position
-from airflow_cdc_provider.engine.sources.postgres.wal.wal_messages import gulp
+from airflow_cdc_provider.engine.sources.postgres.wal.wal_messages import fill_buffer
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_piece import Piece
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_start import (
-    narrowed,
     require_origin,
     require_slot,
     sender_timeout,
+    shrink_receive_buffer,
     start_replication,
 )
 
-# A walsender sends each message by itself, and to be woken for each costs us, and it, more than the message does. While
-# one sleeps, many come. Who oversleeps has to share a core, and is woken for many at a time anyway.
+# A walsender sends each message separately, and waking up for each costs us, and the walsender, more than the message.
+# During a nap many messages come. If the nap takes longer than asked, the core is busy and messages arrive in bulk
+# anyway, so the reader stops napping for a while.
 _AWAKE_SECONDS = 0.1
 _NAP_SECONDS = 0.0005
 _FEW_BYTES = 4096
-# In a row: the last read of what there was is small even where more follows, so that one of them proves nothing.
+# Small reads in a row: the last read of a burst is small even if more follows, so one of them proves nothing.
 _FEW_TIMES = 8
 _NEAR_NAP_SECONDS = 0.008
-# libpq reads one record of TLS a call, and a walsender sends each message in one of its own: so many that small ones,
-# without their headers, are not taken for few bytes.
+# libpq reads one TLS record a call, and a walsender sends each message in its own record. With this many records even
+# small messages, without their headers, are more than a few bytes.
 _RECORDS = 256
-_IDLE = ("Activity", "Client")  # types of wait events of a walsender that waits for log, or for us
+_IDLE = ("Activity", "Client")  # types of wait events of a walsender that waits for the log, or for us
 
 
 class WalReader:
-    """A thread that reads a slot into a :class:`Buffer`, and acknowledges when told to.
+    """A thread that reads a slot into a :class:`Buffer`, and acknowledges what its caller says is committed.
 
     :param dsn: libpq URI of the source.
-    :param start: end LSN of the last transaction that is durable in the sink; named to the server.
-    :param origin: the server that the gate has seen; ``None`` where no gate was passed, and slot and start are taken
-        as they are.
-    :param buffer_bytes: bytes of messages held at most (one block may come on top).
+    :param start: end LSN of the last transaction that is durable in the sink; the server is asked to start there.
+    :param origin: the server that the gate has seen; ``None`` if there was no gate, and slot and start are not checked.
+    :param buffer_bytes: bytes of messages to hold at most (one block may come on top).
     :raises ConnectionFailed: when the server cannot be reached.
     :raises StreamFailed: when it refuses to stream, is another one, or the slot has moved beyond ``start``.
     """
@@ -77,7 +73,7 @@ class WalReader:
         publication: str,
         start: Lsn,
         *,
-        origin: Origin | None = None,
+        origin: ServerIdentity | None = None,
         block_bytes: int = 8 << 20,
         buffer_bytes: int = 128 << 20,
     ) -> None:
@@ -86,13 +82,13 @@ class WalReader:
         self._changed = threading.Condition()
         self._acknowledged = 0
         self._ask_reply = False
-        self._came_at = time.monotonic()  # what the server had sent at the buffer's ``sent_at``
+        self._came_at = time.monotonic()  # arrival of the message that the server sent at the buffer's ``sent_at``
         self._failure: Exception | None = None
         self._closing = False
         self._connection: PGconn = open_replication(dsn, f"airflow-cdc {slot}")
         try:
             self._dsn, self._pid = dsn, require_origin(self._connection, dsn, origin)
-            self._nap = _NEAR_NAP_SECONDS if narrowed(self._connection) else _NAP_SECONDS
+            self._nap = _NEAR_NAP_SECONDS if shrink_receive_buffer(self._connection) else _NAP_SECONDS
             start_replication(self._connection, slot, publication, start)
             with connected(dsn) as control:
                 if origin is not None:
@@ -107,14 +103,14 @@ class WalReader:
         self._thread.start()
 
     def await_batch(self, after: Position, limit: int, begun: float, trigger: float, patience: float) -> bool:
-        """Wait for the first transaction of the batch that begins at ``after``, then until it is due or full.
+        """Wait for the first transaction of the batch that begins at ``after``, then until the batch is due or full.
 
-        It is due when the trigger has passed since the batch before began, or since the oldest transaction of this one
-        was committed: one of a backlog has waited for long enough, whatever has come behind it.
+        It is due when the trigger has passed since the previous batch began, or since the oldest transaction of this
+        batch was committed. A transaction of a backlog has waited long enough, regardless of what came after it.
 
         :param limit: bytes of a full batch.
-        :param begun: when the batch before began, of the clock :func:`time.monotonic`.
-        :param trigger: in seconds.
+        :param begun: when the previous batch began, by the clock :func:`time.monotonic`.
+        :param trigger: least seconds between two batches.
         :param patience: seconds to wait at most.
         :returns: whether the batch is to be cut now; also true when nothing more will come.
         """
@@ -132,7 +128,7 @@ class WalReader:
         return True
 
     def cut(self, after: Position, limit: int) -> Position:
-        """See :meth:`Buffer.cut`; what came before a change that cannot be sent is still delivered."""
+        """Choose the end of a batch as :meth:`Buffer.cut`; all before a change that cannot be sent is delivered."""
         with self._changed:
             if not isinstance(self._failure, LimitExceeded):
                 self._check()
@@ -142,37 +138,37 @@ class WalReader:
             return end
 
     def reach(self, lsn: Lsn) -> Position:
-        """Wait until the log has been read up to ``lsn`` or the buffer is full; return the last commit that came."""
+        """Wait until the log has been read up to ``lsn`` or the buffer is full; return the last commit in it."""
         with self._changed:
             while self._buffer.position < lsn and self._buffer.bytes < self._buffer_bytes:
                 self._await_log()
             return self._buffer.seal()
 
     def passed(self, after: Position) -> Lsn | None:
-        """See :meth:`Buffer.passed`."""
+        """Return the LSN up to which nothing follows, as :meth:`Buffer.passed`."""
         with self._changed:
             return self._buffer.passed(after)
 
     def idle_position(self, after: Position) -> Position:
-        """See :meth:`Buffer.idle_position`."""
+        """Return the position without content, as :meth:`Buffer.idle_position`."""
         with self._changed:
             self._check()
             return self._buffer.idle_position(after)
 
     def take(self, start: Position, end: Position) -> list[Piece]:
-        """See :meth:`Buffer.take`."""
+        """Return the pieces of a batch, as :meth:`Buffer.take`."""
         with self._changed:
             return self._buffer.take(start, end)
 
     def _await_log(self) -> None:
-        """Wait for more of the log; the server is asked to say where it is, in case nothing more comes."""
+        """Wait for more of the log; ask the server for its position, in case nothing more comes."""
         self._check()
         self._ask_reply = True
         self._wake()
         self._changed.wait(1.0)
 
     def committed(self, end: Position) -> None:
-        """Take note that the batch ending at ``end`` is durable in sink and checkpoint: acknowledge it."""
+        """Acknowledge the batch ending at ``end``, which is durable in sink and checkpoint."""
         with self._changed:
             self._buffer.release(end)
             if end.lsn > self._acknowledged:
@@ -202,7 +198,7 @@ class WalReader:
                 self._read()
             except psycopg.Error as e:
                 raise replication_failure(self._connection) from e
-        except Exception as e:  # handed to the next caller, who runs in Spark's thread
+        except Exception as e:  # raised in the next call, which comes from Spark's thread
             with self._changed:
                 self._failure = e
                 self._changed.notify_all()
@@ -210,7 +206,7 @@ class WalReader:
     def _read(self) -> None:
         connection, descriptor = self._connection, self._connection.socket
         sent_at, sent, few = 0.0, 0, 0
-        heard = asked = awake_until = time.monotonic()
+        heard = asked = awake_until = time.monotonic()  # last received, last asked for a reply, no nap before
         question: _Question | None = None
         while not self._closing:
             now = time.monotonic()
@@ -225,13 +221,13 @@ class WalReader:
                 self._send_status(sent, reply)
             full = self._buffer.bytes >= self._buffer_bytes
             if full:
-                heard, question = time.monotonic(), None  # who does not listen cannot complain
+                heard, question = time.monotonic(), None  # while nothing is read, silence means nothing
             else:
                 held = self._buffer.bytes
                 if self._receive():
                     continue
                 came = self._buffer.bytes - held
-                if came:  # none of a part of a large row
+                if came:  # nothing has come while a large row arrives in parts
                     few = few + 1 if came < _FEW_BYTES else 0
                 if few >= _FEW_TIMES and now >= awake_until:
                     few = 0
@@ -253,10 +249,10 @@ class WalReader:
                         "Start again: the stream goes on from the last commit. If it persists, look at network and"
                         " server.",
                     )
-                heard, question = time.monotonic(), None  # it works; asked again if it goes on to say nothing
+                heard, question = time.monotonic(), None  # it is at work; it is asked again if it stays silent
 
     def _consume(self) -> None:
-        """Have libpq take what has come."""
+        """Let libpq read what has arrived."""
         connection = self._connection
         connection.consume_input()
         if not connection.ssl_in_use:
@@ -264,20 +260,20 @@ class WalReader:
         try:
             for _ in range(_RECORDS):
                 more, _, _ = select.select([connection.socket], [], [], 0)
-                connection.consume_input()  # in any case: of the rest of a record the socket does not tell
+                connection.consume_input()  # in any case: libpq may hold the rest of a record that the socket has not
                 if not more:
                     break
         except psycopg.Error:
-            self._receive()  # raises what the server has said before it closed the connection
+            self._receive()  # raises the error that the server sent before it closed the connection
             raise
 
     def _receive(self) -> bool:
-        """Move what libpq holds into the buffer; true if there may be more at once."""
+        """Move the messages that libpq holds into the buffer; return whether there may be more already."""
         with self._changed:
-            # libpq can hold more messages than ours shall.
+            # libpq can hold more messages than the buffer is to hold.
             room = min(self._buffer_bytes - self._buffer.bytes, self._block_bytes)
             sent_at = self._buffer.sent_at
-            last, asked = gulp(self._connection.get_copy_data, self._buffer, room)
+            last, asked = fill_buffer(self._connection.get_copy_data, self._buffer, room)
             if self._buffer.sent_at != sent_at:
                 self._came_at = time.monotonic()
             self._changed.notify_all()
@@ -295,9 +291,9 @@ class WalReader:
 
 
 class _Question(threading.Thread):
-    """A server is asked whether a walsender is at work. In a thread: that takes its time, and status has to go out.
+    """Asks a server whether a walsender is at work; in a thread, since that takes time and status has to go out.
 
-    :ivar trouble: the answer, once the thread has ended; see :func:`.find_trouble`.
+    :ivar trouble: the answer, once the thread has ended; see :func:`.find_session_problem`.
     """
 
     def __init__(self, dsn: str, pid: int, connection: PGconn) -> None:
@@ -307,4 +303,4 @@ class _Question(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        self.trouble = find_trouble(*self._arguments, _IDLE)
+        self.trouble = find_session_problem(*self._arguments, _IDLE)

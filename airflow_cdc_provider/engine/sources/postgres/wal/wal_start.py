@@ -1,4 +1,4 @@
-"""A replication connection is checked and started on a slot."""
+"""Checks a replication connection and starts it on a slot."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from airflow_cdc_provider.engine.postgres.connection import (
     scalar,
 )
 from airflow_cdc_provider.engine.postgres.replication import execute, first_row, replication_failure
-from airflow_cdc_provider.engine.postgres.server_identity import QUERY, Origin
+from airflow_cdc_provider.engine.postgres.server_identity import QUERY, ServerIdentity
 from airflow_cdc_provider.engine.postgres.slots import read_slot
 
 _PATIENCE_SECONDS = 300.0
-# While a network's card is busy with a packet, the next messages gather behind it (tcp_autocorking). On one machine
+# While a network card is busy with a packet, the next messages gather behind it (tcp_autocorking). On one machine
 # nothing holds them up: each passes all of TCP, on the walsender's time. With little room in our receive buffer they
-# gather in the server's send buffer until we come, which may be seldom, and pass together.
+# gather in the server's send buffer until we read, which may be seldom, and pass together.
 _NEAR_ROOM_BYTES = 64 << 10
 
 
-def require_origin(connection: PGconn, dsn: str, origin: Origin | None) -> int:
-    """Ask the server at the other end who it is; return the id of our process there.
+def require_origin(connection: PGconn, dsn: str, origin: ServerIdentity | None) -> int:
+    """Check which server the connection leads to; return the id of our process there.
 
-    :raises StreamFailed: when it is another than the gate has seen.
+    :raises StreamFailed: when it is not the one that the gate has seen.
     """
     pid, *found = first_row(connection, f"SELECT pg_backend_pid(), {QUERY}")
     if origin is not None:
@@ -38,9 +38,9 @@ def require_origin(connection: PGconn, dsn: str, origin: Origin | None) -> int:
 
 
 def require_slot(control: Connection, dsn: str, slot: str, pid: int, start: Lsn) -> None:
-    """Look at the slot now that it is ours, so that nobody can move it any more: since the gate somebody may have.
+    """Check the position of the slot after we have acquired it, so that no other session can move it any more.
 
-    Postgres forwards a start that is behind the slot without a word.
+    One may have moved it after the gate, and Postgres silently forwards a start that lies behind the slot's position.
 
     :raises StreamFailed: when the slot is not where the stream has to begin.
     """
@@ -56,13 +56,13 @@ def require_slot(control: Connection, dsn: str, slot: str, pid: int, start: Lsn)
     )
 
 
-def narrowed(connection: PGconn) -> bool:
-    """Have messages gather on the other side, if that is on this machine and reached by TCP; else false."""
+def shrink_receive_buffer(connection: PGconn) -> bool:
+    """Make messages gather on the server's side, if it is on this machine and reached by TCP; return whether it is."""
     with socket.socket(fileno=os.dup(connection.socket)) as ours:
         try:
             if ours.family == socket.AF_UNIX or ours.getpeername()[0] != ours.getsockname()[0]:
                 return False
-        except OSError:  # closed by the server, which the next command tells
+        except OSError:  # closed by the server; the next command fails with the reason
             return False
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _NEAR_ROOM_BYTES)
     return True
@@ -81,6 +81,6 @@ def start_replication(connection: PGconn, slot: str, publication: str, start: Ls
 
 
 def sender_timeout(control: Connection) -> float:
-    """Seconds that the server waits for us, and we for it; some minutes where the server would wait for ever."""
+    """Return the seconds that the server waits for us, and we for it; five minutes if the server waits forever."""
     timeout = scalar(control, "SELECT setting::int FROM pg_settings WHERE name = 'wal_sender_timeout'")
     return float(timeout / 1000) if timeout else _PATIENCE_SECONDS

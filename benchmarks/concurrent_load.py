@@ -1,7 +1,8 @@
-"""What a snapshot does to the source's other work: pgbench's transactions beside it, and beside two ``COPY``.
+"""Measures what a snapshot costs the source's other work: the rate of pgbench alongside it, and alongside two ``COPY``.
 
-The load is pgbench's own (TPC-B, four clients), in another database of the source's server. A transaction adds a row to
-its history, by which they are counted; rates are transactions a second while the copy runs.
+The load is pgbench's default (TPC-B, four clients), in another database of the source's server. Each transaction adds a
+row to the history table, so the rows there count the transactions. Rates are transactions per second while the copy
+runs.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from benchmarks.peers import copies
 from benchmarks.report import Series, WrongResult, check, tell
 from benchmarks.shapes import Shape
 
-BESIDE = "beside"
-ALONE, BY_SNAPSHOT, BY_COPY = "pgbench alone", "pgbench beside a snapshot", "pgbench beside COPY by 2 readers"
-_DATABASE, _LOAD = "beside", "beside_load"
+CASE = "concurrent-load"
+ALONE, BY_SNAPSHOT, BY_COPY = "pgbench alone", "pgbench during a snapshot", "pgbench during COPY by 2 readers"
+_DATABASE, _LOAD = "concurrent", "concurrent_load"
 _SCALE, _CLIENTS = 10, 4
 _UNIT = 1000
-"""Transactions, of which a series gives the time."""
+"""Number of transactions for which a series gives the time."""
 
 
 def measure(lab: Lab, rows: int, repeat: int) -> list[Series]:
-    """Run pgbench alone, beside a snapshot and beside ``COPY``, in turn.
+    """Run pgbench alone, alongside a snapshot and alongside ``COPY``, in turn.
 
-    :param rows: of the table that is copied. Alone it runs for as long as the snapshot took.
+    :param rows: rows of the table that is copied. Without a copy, pgbench runs for as long as the snapshot took.
     """
     create_database(lab.source, _DATABASE)
     execute(lab.source.dsn(_DATABASE), TABLE_DDL)
@@ -66,7 +67,7 @@ def measure(lab: Lab, rows: int, repeat: int) -> list[Series]:
 
 
 def _while(lab: Lab, work: Callable[[], None]) -> tuple[int, float]:
-    """The transactions that are committed while something is done, and how long that took."""
+    """Return the number of transactions committed while ``work`` runs, and the seconds that it took."""
     dsn = lab.source.dsn(_LOAD)
     execute(dsn, "TRUNCATE pgbench_history")
     command = [*_pgbench(lab), "--no-vacuum", f"--client={_CLIENTS}", "--time=86400", dsn]
@@ -89,7 +90,7 @@ def _await_first(dsn: str) -> int:
         if found := _committed(dsn):
             return found
         time.sleep(0.05)
-    raise WrongResult("pgbench committed nothing within a minute")
+    raise WrongResult("pgbench committed no transaction within a minute")
 
 
 def _committed(dsn: str) -> int:
@@ -100,7 +101,7 @@ def _committed(dsn: str) -> int:
 
 @contextmanager
 def _snapshot(lab: Lab, rows: int) -> Iterator[Callable[[], None]]:
-    """The copy by chunks of a provisioned pipeline, checked when it has been done."""
+    """Yield a function that copies the chunks of a provisioned pipeline, and check the result afterwards."""
     outlet, shape = OUTLETS["mirror"], Shape()
     pipeline = lab.pipeline(_DATABASE, _DATABASE, outlet.section(lab, _DATABASE))
     commands.provision(pipeline)

@@ -44,10 +44,10 @@ MOST_OUTCOMES = 200
 def request(pipeline: Pipeline, tables: list[str], where: str | None, name: str | None = None) -> str:
     """Leave a request to read tables again, or for the first time; the live stream takes it between two units.
 
-    The rules of the file go with it, since it may have been edited after the stream began.
+    The rules of the pipeline file go with it, since the file may have been edited after the stream began.
 
     :param where: read only the rows that match this SQL condition on either side.
-    :param name: one of :func:`new_name`; leaving it twice is leaving it once.
+    :param name: one of :func:`new_name`; a request that is left twice is carried out once.
     :returns: the name of the request.
     """
     name = name or new_name()
@@ -57,7 +57,7 @@ def request(pipeline: Pipeline, tables: list[str], where: str | None, name: str 
     return name
 
 
-_IN_VAIN = (
+_PERMANENT = (
     CannotFollow,
     ConfigError,
     ForeignTable,
@@ -66,14 +66,15 @@ _IN_VAIN = (
     TargetConflict,
     ValueRefused,
 )
-"""Of errors those that another attempt meets as well."""
+"""Errors that another attempt would meet as well."""
 
 
 def take_requests(run: Run, branches: Sequence[tuple[Run, Barriers]]) -> tuple[bool, str | None]:
     """Carry out the requests that have been left.
 
-    What older transactions keep from being read stays requested, and so does all of a request that an outage breaks
-    off. What cannot be read is given up, and said in the state: the stream must not die of it again and again.
+    Tables that cannot be read yet because of older transactions stay requested. So does the whole of a request that an
+    outage interrupts. A table that cannot be read at all is given up, with the reason in the state: otherwise the
+    stream would fail because of it again and again.
 
     :param branches: the run's, each with the barriers of its re-reads.
     :returns: whether anything has been read again, and what requests wait for.
@@ -95,7 +96,7 @@ def take_requests(run: Run, branches: Sequence[tuple[Run, Barriers]]) -> tuple[b
         for label in wanted["tables"]:
             try:
                 for number, (branch, barriers) in enumerate(branches):
-                    if number not in have.setdefault(label, []):  # else while it waited for another sink
+                    if number not in have.setdefault(label, []):  # else it was read while another sink had to wait
                         rows[label] = read_again(branch, label, barriers, wanted["where"])
                         have[label].append(number)
                         done = True
@@ -107,40 +108,40 @@ def take_requests(run: Run, branches: Sequence[tuple[Run, Barriers]]) -> tuple[b
                 if is_outage(e):
                     raise failure from e
                 error = _give_up(run, failure)
-            except _IN_VAIN as e:
+            except _PERMANENT as e:
                 error = _give_up(run, e)
-        told = {"rows": rows} | ({"error": error} if error else {})
+        outcome = {"rows": rows} | ({"error": error} if error else {})
         if not blocked:
-            _end(run.state, file, told)
+            _end(run.state, file, outcome)
         elif run.state.read(file) == wanted:  # else it has been withdrawn, or left again
             have = {label: have[label] for label in blocked if have[label]}
-            postponed = wanted | told | {"tables": blocked, "waiting": waits, "have": have}
+            postponed = wanted | outcome | {"tables": blocked, "waiting": waits, "have": have}
             if postponed != wanted:
                 run.state.write(file, postponed)
     return done, waits
 
 
 def _give_up(run: Run, error: CdcError) -> dict[str, str]:
-    """Say in the state that a table cannot be read; what an outcome says of it."""
+    """Record in the state that a table cannot be read; return the error as an outcome has it."""
     run.record_error(error)
     return error.as_dict() | {"retry": error.retry.value}
 
 
-def _end(state: State, file: str, told: Mapping[str, Any]) -> None:
-    """Put the outcome in the place of a request, and forget those that ended long ago."""
+def _end(state: State, file: str, outcome: Mapping[str, Any]) -> None:
+    """Replace a request by its outcome, and remove outcomes of requests that ended long ago."""
     failpoint("before-outcome")
-    state.write(f"{OUTCOMES}/{file.rpartition('/')[2]}", {**told, "ended_at": time.time()})
+    state.write(f"{OUTCOMES}/{file.rpartition('/')[2]}", {**outcome, "ended_at": time.time()})
     failpoint("after-outcome")
     state.remove(file)
     outcomes = state.names(OUTCOMES)
     if len(outcomes) > MOST_OUTCOMES:
-        # Not by their names, which say when they were left: who waits for the last one would not find it.
+        # Not by their names, which begin with the time of the request: a caller may wait for one that has just ended.
         outcomes.sort(key=lambda name: (state.read_sound(name, as_outcome) or {}).get("ended_at", 0.0))
         for old in outcomes[: -MOST_OUTCOMES // 2]:
             state.remove(old)
 
 
 def requested(run: Run, label: str) -> bool:
-    """Whether there is a request to read a table whole, as it is now."""
+    """Return whether there is a request to read a table as a whole, as it is now."""
     wanted = (run.state.read_sound(name, as_request) for name in run.state.names(REQUESTS))
     return any(each["where"] is None and label in each["tables"] for each in wanted if each)

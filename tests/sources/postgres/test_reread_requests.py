@@ -1,4 +1,4 @@
-"""Requests to read again: how they end, and that nobody waits for one that nobody carries out."""
+"""Requests for re-reads: how they end, and that no command waits for one that no process carries out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.sources.postgres.reading import requested_reads
+from airflow_cdc_provider.engine.sources.postgres.reading import reread_requests
 from airflow_cdc_provider.engine.state import requests
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.requests import Standing
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def pipeline(databases: Databases, tmp_path: Path) -> PipelineUnderTest:
-    """A pipeline that has copied ``public.t`` and ``public.u``, of 10 rows each."""
+    """Return a pipeline that has copied ``public.t`` and ``public.u``, of 10 rows each."""
     made = PipelineUnderTest(tmp_path, databases, ["public.t", "public.u"])
     for table in ("public.t", "public.u"):
         made.source(
@@ -38,9 +38,8 @@ def pipeline(databases: Databases, tmp_path: Path) -> PipelineUnderTest:
 
 @pytest.fixture
 def stream(pipeline: PipelineUnderTest) -> Iterator[Streaming]:
-    """Its stream, alive."""
-    made = Streaming(pipeline)
-    made.until(lambda: commands.status(pipeline.pipeline)["state"] == "streaming", "its heartbeat")
+    """Return its running stream."""
+    made = Streaming.begun(pipeline)
     yield made
     made.end()
 
@@ -48,7 +47,7 @@ def stream(pipeline: PipelineUnderTest) -> Iterator[Streaming]:
 def ended(pipeline: PipelineUnderTest, stream: Streaming, name: str) -> dict[str, object]:
     """Wait for the outcome of a request."""
     state = State(pipeline.pipeline.state)
-    # A marker makes a unit, before which requests are taken.
+    # A marker creates a unit, before which requests are accepted.
     stream.until(
         lambda: bool(pipeline.marker()) and requests.standing(state, name) is Standing.ENDED, f"the outcome of {name}"
     )
@@ -58,7 +57,7 @@ def ended(pipeline: PipelineUnderTest, stream: Streaming, name: str) -> dict[str
 
 
 def pass_unit(pipeline: PipelineUnderTest, stream: Streaming) -> None:
-    """Wait until the stream has applied what is committed now."""
+    """Wait until the stream has applied everything committed so far."""
     marker = pipeline.marker()
     stream.until(lambda: pipeline.record.applied >= marker, "the next unit")
 
@@ -66,10 +65,10 @@ def pass_unit(pipeline: PipelineUnderTest, stream: Streaming) -> None:
 def test_what_a_request_leaves(pipeline: PipelineUnderTest, stream: Streaming) -> None:
     pipeline.target("DELETE FROM public.t", "UPDATE public.u SET body = 'damaged'")
     left = [
-        requested_reads.request(pipeline.pipeline, ["public.t", "public.u"], "id <= 3"),
-        requested_reads.request(pipeline.pipeline, ["public.t", "public.u"], "id <= 3"),
-        requested_reads.request(pipeline.pipeline, ["public.u", "public.t"], "1 / (id - 11) < 1"),
-        requested_reads.request(pipeline.pipeline, ["public.none"], None),
+        reread_requests.request(pipeline.pipeline, ["public.t", "public.u"], "id <= 3"),
+        reread_requests.request(pipeline.pipeline, ["public.t", "public.u"], "id <= 3"),
+        reread_requests.request(pipeline.pipeline, ["public.u", "public.t"], "1 / (id - 11) < 1"),
+        reread_requests.request(pipeline.pipeline, ["public.none"], None),
     ]
     found = [ended(pipeline, stream, name) for name in left]
     assert [each["rows"] for each in found] == [
@@ -92,13 +91,13 @@ def test_a_request_that_waits_says_so_and_is_withdrawn(pipeline: PipelineUnderTe
     state = State(pipeline.pipeline.state)
     pipeline.target("DELETE FROM public.t")
     with transaction(pipeline.databases.source, "INSERT INTO public.u VALUES (100, 'open')") as session:
-        name = requested_reads.request(pipeline.pipeline, ["public.t"], None)
+        name = reread_requests.request(pipeline.pipeline, ["public.t"], None)
         stream.until(lambda: bool(pipeline.marker()) and requests.waiting(state, name) is not None, "what it waits for")
         assert str(session.info.backend_pid) in str(requests.waiting(state, name))
         assert requests.standing(state, name) is Standing.BUSY
         assert requests.withdraw(state, name)
         assert requests.standing(state, name) is Standing.FREE
-        pass_unit(pipeline, stream)  # it may just have been looked at
+        pass_unit(pipeline, stream)  # the request may just have been checked
         pass_unit(pipeline, stream)
         session.commit()
     pass_unit(pipeline, stream)
@@ -108,9 +107,9 @@ def test_a_request_that_waits_says_so_and_is_withdrawn(pipeline: PipelineUnderTe
 
 
 def test_a_request_outlives_its_stream(pipeline: PipelineUnderTest) -> None:
-    """The next stream carries it out, or its author takes it back."""
+    """The next stream carries it out, or its author withdraws it."""
     state = State(pipeline.pipeline.state)
-    first, second = (requested_reads.request(pipeline.pipeline, ["public.t"], where) for where in ("id < 3", "id < 2"))
+    first, second = (reread_requests.request(pipeline.pipeline, ["public.t"], where) for where in ("id < 3", "id < 2"))
     assert {requests.standing(state, name) for name in (first, second)} == {Standing.ORPHANED}
     pipeline.target("DELETE FROM public.t")
     assert requests.withdraw(state, first)
@@ -126,11 +125,11 @@ def test_a_request_outlives_its_stream(pipeline: PipelineUnderTest) -> None:
 
 
 def test_outcomes_are_bounded(pipeline: PipelineUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that ended first are forgotten, not those that were left first."""
-    monkeypatch.setattr(requested_reads, "MOST_OUTCOMES", 4)
-    left = [requested_reads.request(pipeline.pipeline, ["public.t"], f"id = {n}") for n in range(4)]
+    """The requests that ended first are forgotten, not those that were left first."""
+    monkeypatch.setattr(reread_requests, "MOST_OUTCOMES", 4)
+    left = [reread_requests.request(pipeline.pipeline, ["public.t"], f"id = {n}") for n in range(4)]
     pipeline.apply()
-    oldest = requested_reads.request(pipeline.pipeline, ["public.t"], "id = 3", "1000000000.0-old")
+    oldest = reread_requests.request(pipeline.pipeline, ["public.t"], "id = 3", "1000000000.0-old")
     pipeline.apply()
     assert sorted(path.stem for path in (pipeline.state / "outcomes").iterdir()) == [oldest, left[3]]
     assert json.loads((pipeline.state / f"outcomes/{oldest}.json").read_text())["rows"] == {"public.t": 1}
