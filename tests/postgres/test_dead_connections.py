@@ -15,6 +15,7 @@ from airflow_cdc_provider.engine.postgres import dead_connections
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.postgres.dead_connections import Calls, find_session_problem
 from tests.conftest import Databases
+from tests.support.proxy import Proxy
 
 
 @pytest.fixture
@@ -73,3 +74,14 @@ def test_every_host_of_a_dsn_has_its_port(databases: Databases, mute: int) -> No
     assert (
         find_session_problem(f"postgresql://127.0.0.1:{mute},127.0.0.1:{mute}/d", None) == "the server does not answer"
     )
+
+
+def test_a_server_that_falls_silent_while_it_is_asked_is_asked_again(databases: Databases) -> None:
+    parts = urlsplit(databases.source)
+    proxy = Proxy(parts.port or 5432, silent_at=b"pg_stat_activity")
+    login = parts.netloc.rpartition("@")[0]
+    dsn = parts._replace(netloc=f"{login}@{proxy.host}:{proxy.port}").geturl()
+    with connected(databases.source) as session:
+        assert find_session_problem(dsn, session.info.backend_pid) is None
+    proxy.close()
+    assert find_session_problem(dsn, 1) == "the server does not answer"

@@ -52,7 +52,7 @@ def test_what_a_worker_has_imported_is_no_garbage(task: Any) -> None:
     spared = gc.get_freeze_count()
     assert spared > len(modules) / 2
     task()
-    assert gc.get_freeze_count() == spared
+    assert gc.get_freeze_count() <= spared  # an object that is in no cycle may have been freed
 
 
 def test_a_piece_that_fails_leaves_its_traceback_to_be_collected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,14 @@ class Proxy:
 
     A connection that was open while the proxy was frozen stays open but is never forwarded again, like one that has
     lost its entry in a router's table.
+
+    :param silent_at: bytes from a client with which a connection goes silent: it does not forward them, nor anything
+        after them.
     """
 
-    def __init__(self, target: int, listener: socket.socket | None = None) -> None:
+    def __init__(self, target: int, listener: socket.socket | None = None, silent_at: bytes | None = None) -> None:
         self._target = target
+        self._silent_at = silent_at
         self._listener = listener or socket.create_server(("127.0.0.1", 0))
         self.host, self.port = self._listener.getsockname()
         self._frozen = threading.Event()
@@ -30,7 +34,7 @@ class Proxy:
         with contextlib.suppress(OSError):
             while not self._closed.is_set():
                 client, _ = self._listener.accept()
-                self._pairs.append(_Pair(client, self._target, self._frozen))
+                self._pairs.append(_Pair(client, self._target, self._frozen, self._silent_at))
 
     def lead_to(self, target: int) -> None:
         """Forward new connections to another port; open ones are unaffected, as when a virtual address moves."""
@@ -60,8 +64,11 @@ class Proxy:
 class _Pair:
     """Two sockets, and a thread that copies bytes between them until it is stopped."""
 
-    def __init__(self, client: socket.socket, target: int, frozen: threading.Event) -> None:
+    def __init__(
+        self, client: socket.socket, target: int, frozen: threading.Event, silent_at: bytes | None = None
+    ) -> None:
         self.dead = threading.Event()
+        self._silent_at = silent_at
         self._sockets = [client]
         if not frozen.is_set():
             with contextlib.suppress(OSError):
@@ -80,6 +87,9 @@ class _Pair:
                     if not data:
                         self.close()
                         return
+                    if self._silent_at is not None and self._silent_at in data:
+                        self.dead.set()
+                        break
                     other[each].sendall(data)
             return
         self.close()

@@ -151,6 +151,10 @@ def _reported_problem(parameters: dict[str, str], pid: int, idle: Collection[str
         connection = psycopg2.connect(target, options="-c statement_timeout=10s")
     except psycopg2.Error:  # the server works, but has no free connection or no longer allows this role
         return None
+    # Nobody watches this connection, and the server may fall silent now, too.
+    deadline = threading.Timer(2 * ANSWER_SECONDS, cut, [connection])
+    deadline.daemon = True
+    deadline.start()
     try:
         with connection.cursor() as cursor:
             cursor.execute(
@@ -162,6 +166,7 @@ def _reported_problem(parameters: dict[str, str], pid: int, idle: Collection[str
     except psycopg2.Error:
         return None
     finally:
+        deadline.cancel()
         connection.close()
     if found is None:
         return "the server does not know it"
