@@ -1,1 +1,1 @@
-"""Row changes and their effects on a target: filter by snapshots, collapse by key, count, judge schema changes."""
+"""Row changes and their effects on a target: filter by MVCC snapshots, collapse by key, count, judge schema changes."""

@@ -151,7 +151,7 @@ def _reported_problem(parameters: dict[str, str], pid: int, idle: Collection[str
         connection = psycopg2.connect(target, options="-c statement_timeout=10s")
     except psycopg2.Error:  # the server works, but has no free connection or no longer allows this role
         return None
-    # Nobody watches this connection, and the server may fall silent now, too.
+    # This connection is not watched, and the server may stop answering during the question.
     deadline = threading.Timer(2 * ANSWER_SECONDS, cut, [connection])
     deadline.daemon = True
     deadline.start()
