@@ -76,7 +76,7 @@ def test_every_host_of_a_dsn_has_its_port(databases: Databases, mute: int) -> No
     )
 
 
-def test_a_server_that_falls_silent_while_it_is_asked_is_asked_again(databases: Databases) -> None:
+def test_a_question_ends_if_the_server_falls_silent_during_it(databases: Databases) -> None:
     parts = urlsplit(databases.source)
     proxy = Proxy(parts.port or 5432, silent_at=b"pg_stat_activity")
     login = parts.netloc.rpartition("@")[0]
