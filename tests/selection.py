@@ -20,6 +20,10 @@ _ONE_AFTER_THE_OTHER = (
         "tests/sinks/files/test_sink.py",
         "tests/state/test_location.py",
     ),
+    # Each group shares what takes long to start: a JVM that knows Delta Lake, or a broker and a registry of schemas.
+    ("tests/sinks/delta/",),
+    ("tests/sinks/kafka/", "tests/kafka/"),
+    ("tests/sources/kafka/",),
 )
 
 
