@@ -31,7 +31,7 @@ from local_servers.postgres import PostgresServer
 from tests.support.class_archive import write_archive
 from tests.support.hdfs import HdfsCluster
 from tests.support.hostile import ENVIRONMENT, connect_unharmed
-from tests.support.kafka_server import clear, make_broker
+from tests.support.kafka_server import clear, close_clients, make_broker
 from tests.support.schema_registry import registry_at
 from tests.support.spark_jvm import end_jvm, reset_jvm
 
@@ -173,6 +173,13 @@ def spark_environment() -> Iterator[None]:
     yield
     reset_jvm()
     assert {name: os.environ.get(name) for name in before} == before
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kafka_clients() -> Iterator[None]:
+    """Close the clients of Kafka that the pipelines of a module have left."""
+    yield
+    close_clients()
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,9 @@ from confluent_kafka.admin import (
     ResourceType,
 )
 
+from airflow_cdc_provider.engine.kafka import cluster as clusters
 from airflow_cdc_provider.engine.kafka.cluster import Cluster
+from airflow_cdc_provider.engine.sinks.kafka import staging_topic, transactions
 from local_servers.jars import JarsMissing
 from local_servers.kafka import KafkaServer, Login, fetch_jars
 
@@ -65,6 +67,16 @@ def clear(cluster: Cluster) -> None:
     """Remove these topics."""
     for name in topics(cluster):
         cluster.remove(name)
+
+
+def close_clients() -> None:
+    """Close the clients that pipelines have left in this process.
+
+    A process keeps those of its pipeline. The pipelines of all tests left a thousand files open, and Py4J accepts no
+    callback on a file of a higher number.
+    """
+    for kept in (clusters._admins, clusters._consumers, staging_topic._producers, transactions._clients):
+        kept.clear()
 
 
 def properties(brokers: str, **conf: Any) -> dict[str, Any]:
