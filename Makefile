@@ -15,9 +15,9 @@ INSTALLED := $(VENV)/.installed
 # Without bytecode, each of the thousands of processes that tests start would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# With two processes, two cores are idle for more than a third of the time. Each process has its own servers; the tests
-# of a file share the servers that they start.
-PROCESSES ?= 3
+# Tests wait a lot: with two processes two cores are idle for more than a third of the time, with four for a twelfth.
+# Each process has its own servers; the tests of a file share the servers that they start.
+PROCESSES ?= 4
 PYTEST = $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder --durations 10
 
 # $(call debian-install,PACKAGE): install a Debian package; if that fails, update the package lists and retry.
@@ -114,7 +114,7 @@ peers: $(INSTALLED) java
 all-test-tools: $(INSTALLED) java postgres mariadb chromium jars hdfs kafka
 
 .PHONY: test
-test: all-test-tools ## run the tests in PROCESSES processes (3 by default), with few cases of long tests
+test: all-test-tools ## run the tests in PROCESSES processes (4 by default), with few cases of long tests
 	$(PYTEST) --thin
 
 .PHONY: test-thorough
