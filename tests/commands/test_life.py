@@ -123,7 +123,7 @@ def test_the_life_of_a_pipeline(pipeline: PipelineUnderTest, command_line: Comma
     assert part == {"requested": None, "rows": 49, "tables": {"public.t": 49}}
     differences = [d["key"]["id"] for d in command_line.json("verify", code=4)["tables"][0]["differences"]]
     assert differences == ["70"]
-    assert command_line.json("resnapshot", "--table", "public.t")["tables"] == {"public.t": 100}
+    assert command_line.run("resnapshot", "--table", "public.t") == "100 rows read again\n"
     assert command_line.json("verify")["equal"] is True
 
     unknown = command_line.json("resnapshot", "--table", "public.u", code=2)
@@ -191,7 +191,8 @@ def test_a_stream_and_how_it_ends(pipeline: PipelineUnderTest, command_line: Com
     repaired = "SELECT id, body FROM public.t WHERE id IN (7, 60) ORDER BY id"
     stream.until(lambda: pipeline.target_rows(repaired)[0] == (7, "row 7"), "the repair of a row")
     assert pipeline.target_rows(repaired)[1] == (60, "damaged")
-    command_line.json("resnapshot", "--table", "public.t")
+    told = command_line.run("resnapshot", "--table", "public.t")
+    assert told == "The running stream has been asked to read them again.\n"
     stream.until(lambda: pipeline.target_rows(repaired)[1] == (60, "row 60"), "the repair of the table")
 
     pipeline.source("UPDATE public.t SET body = 'last' WHERE id = 1000")

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,9 @@ from threading import Event
 import psycopg
 import pytest
 
+from airflow_cdc_provider.engine.commands import cli, dispatch
 from airflow_cdc_provider.engine.core import signals
+from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.signals import SignalCame
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.state.files import State
@@ -86,7 +89,17 @@ def listens(command: Command) -> bool:
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: str(number.name))
-def test_while_modules_are_imported(pipeline: PipelineUnderTest, number: signal.Signals) -> None:
+def test_while_modules_are_imported(databases: Databases, tmp_path: Path, number: signal.Signals) -> None:
+    """A signal that is late finds the command connecting to a server that does not answer."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        dsn = f"postgresql://cdc@127.0.0.1:{silent.getsockname()[1]}/none"
+        pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], source={"dsn": dsn}, sink={"dsn": dsn})
+        end_while_importing(pipeline, number)
+        pipeline.end_commands()
+
+
+def end_while_importing(pipeline: PipelineUnderTest, number: signal.Signals) -> None:
+    """Send commands the signal soon after they have begun to listen."""
     for name in ("stream", "verify"):
         command = pipeline.start(name, "--json")
         command.until(lambda command=command: listens(command), "its handlers")  # type: ignore[misc]
@@ -149,7 +162,7 @@ def test_while_spark_starts_and_while_it_works(pipeline: PipelineUnderTest) -> N
     command.until(lambda: (pipeline.state / "jobs" / "stream.json").exists(), "the stream")
     ended = send(command, signal.SIGHUP, to_group=True)
     assert ended.code == 0, ended.stderr
-    assert "100 rows copied" in ended.stdout
+    assert "100 rows copied, 0 changes applied, stopped at" in ended.stdout
     assert_says_little(ended)
 
     stream = pipeline.start("stream", "--json")
@@ -182,7 +195,7 @@ def test_a_run_is_asked_to_stop_and_what_follows_as_well() -> None:
         assert set(asked) == {"first"}
         with signals.ending_gracefully(lambda: asked.append("second")):
             assert "second" in asked
-        assert signals.close() == "SIGTERM"
+        assert signals.close() is None
     with signals.ending_gracefully(lambda: asked.append("third")) as heard:
         assert not heard
     assert "third" not in asked
@@ -237,6 +250,19 @@ def test_a_signal_where_exceptions_are_ignored_comes_again() -> None:
         signals.arm()
         Finalized()
         Event().wait(SECONDS)
+
+
+def test_a_signal_that_other_code_ignores_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(options: object, report: object) -> None:
+        with contextlib.suppress(BaseException):
+            signal.raise_signal(signal.SIGTERM)
+        raise ConfigError("something else fails", "Try something else.")
+
+    monkeypatch.setattr(dispatch, "run_command", fail)
+    assert cli.main(["verify", "--pipeline", "shop.yaml"]) == 1
+    assert capsys.readouterr().err.startswith("verify: interrupted by SIGTERM\n")
 
 
 def test_an_outcome_is_not_broken_off() -> None:

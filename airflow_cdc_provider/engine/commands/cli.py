@@ -44,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             outcome = _outcome(options)
         except (SignalCame, KeyboardInterrupt) as e:
             outcome = _interrupted(command["name"], e.name if isinstance(e, SignalCame) else "SIGINT")
-        signals.close()
+        lost = signals.close()
+        if lost is not None and isinstance(outcome[1], CdcError):
+            outcome = _interrupted(command["name"], lost)
         code = _report_outcome(command["name"], command["json"], outcome)
         if arguments is None and "airflow_cdc_provider.engine.spark.jvm" in sys.modules:
             sys.modules["airflow_cdc_provider.engine.spark.jvm"].end_jvm()  # later, signals would interrupt this, too
@@ -59,7 +61,8 @@ def _outcome(options: argparse.Namespace) -> Outcome:
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("py4j").setLevel(logging.CRITICAL)  # it also raises everything that it logs
     logging.getLogger("airflow_cdc_provider.engine.spark.jvm").setLevel(logging.INFO)  # to show the path of its log
-    from airflow_cdc_provider.engine.commands.dispatch import run_command
+    with signals.deferred():  # some modules ignore all exceptions while they are imported
+        from airflow_cdc_provider.engine.commands.dispatch import run_command
 
     try:
         return run_command(options, _ProgressDisplay(options.json))
@@ -339,11 +342,18 @@ def _run(result: dict[str, Any]) -> str:
         return "Nothing to do: the copy is complete."
     if streamed is None:
         return f"Stopped after {copied['finished']} of {copied['chunks']} chunks."
-    caught_up = "caught up" if streamed["caught_up"] else "stopped"
-    return (
-        f"{copied['rows']:,} rows copied, {streamed['changes']:,} changes applied,"
-        f" {caught_up} at {streamed['applied_lsn']}"
-    )
+    return f"{copied['rows']:,} rows copied, {_stream(streamed)}"
+
+
+def _stream(result: dict[str, Any]) -> str:
+    caught_up = "caught up" if result["caught_up"] else "stopped"
+    return f"{result['changes']:,} changes applied, {caught_up} at {result['applied_lsn']}"
+
+
+def _resnapshot(result: dict[str, Any]) -> str:
+    if result["requested"]:
+        return "The running stream has been asked to read them again."
+    return f"{result['rows']:,} rows read again"
 
 
 def _maintain(result: dict[str, Any]) -> str:
@@ -353,6 +363,8 @@ def _maintain(result: dict[str, Any]) -> str:
 
 _HUMAN: dict[str, Callable[[dict[str, Any]], str]] = {
     "run": _run,
+    "stream": _stream,
+    "resnapshot": _resnapshot,
     "status": _status,
     "verify": _verify,
     "provision": _provision,

@@ -117,10 +117,10 @@ def deferred() -> Iterator[None]:
 def close() -> str | None:
     """Ignore further signals, because the command has a result, which is about to be reported.
 
-    :returns: the name of the first signal that was received.
+    :returns: the name of the signal for which :class:`SignalCame` was raised, which other code may have ignored.
     """
     _heard.over = True
-    return _heard.name
+    return _heard.name if _heard.raised else None
 
 
 @contextmanager
