@@ -192,7 +192,7 @@ def test_a_stream_and_how_it_ends(pipeline: PipelineUnderTest, command_line: Com
     stream.until(lambda: pipeline.target_rows(repaired)[0] == (7, "row 7"), "the repair of a row")
     assert pipeline.target_rows(repaired)[1] == (60, "damaged")
     told = command_line.run("resnapshot", "--table", "public.t")
-    assert told == "The running stream has been asked to read them again.\n"
+    assert told == "The running stream has been asked to read the tables again.\n"
     stream.until(lambda: pipeline.target_rows(repaired)[1] == (60, "row 60"), "the repair of the table")
 
     pipeline.source("UPDATE public.t SET body = 'last' WHERE id = 1000")

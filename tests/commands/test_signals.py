@@ -88,29 +88,30 @@ def listens(command: Command) -> bool:
     return False
 
 
-@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: str(number.name))
-def test_while_modules_are_imported(databases: Databases, tmp_path: Path, number: signal.Signals) -> None:
-    """A signal that is late finds the command connecting to a server that does not answer."""
+@pytest.fixture
+def unanswered(databases: Databases, tmp_path: Path) -> Iterator[PipelineUnderTest]:
+    """Return a pipeline between servers that accept connections and never answer."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         dsn = f"postgresql://cdc@127.0.0.1:{silent.getsockname()[1]}/none"
-        pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], source={"dsn": dsn}, sink={"dsn": dsn})
-        end_while_importing(pipeline, number)
-        pipeline.end_commands()
+        under_test = PipelineUnderTest(tmp_path, databases, ["public.t"], source={"dsn": dsn}, sink={"dsn": dsn})
+        yield under_test
+        under_test.end_commands()
 
 
-def end_while_importing(pipeline: PipelineUnderTest, number: signal.Signals) -> None:
-    """Send commands the signal soon after they have begun to listen."""
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: str(number.name))
+def test_while_modules_are_imported(unanswered: PipelineUnderTest, number: signal.Signals) -> None:
+    """A signal that is late finds the command connecting, so that it cannot have ended before."""
     for name in ("stream", "verify"):
-        command = pipeline.start(name, "--json")
+        command = unanswered.start(name, "--json")
         command.until(lambda command=command: listens(command), "its handlers")  # type: ignore[misc]
         check(name, send(command, number, to_group=True), number)
-    command = pipeline.start("verify")
+    command = unanswered.start("verify")
     command.until(lambda: listens(command), "its handlers")
     ended = send(command, number, to_group=False)
     said = ended.stderr.splitlines()
     assert said[0] == f"verify: interrupted by {number.name}"
     assert len(said) == 2
-    assert not pipeline.state.exists()
+    assert not unanswered.state.exists()
 
 
 @contextmanager
@@ -162,7 +163,7 @@ def test_while_spark_starts_and_while_it_works(pipeline: PipelineUnderTest) -> N
     command.until(lambda: (pipeline.state / "jobs" / "stream.json").exists(), "the stream")
     ended = send(command, signal.SIGHUP, to_group=True)
     assert ended.code == 0, ended.stderr
-    assert "100 rows copied, 0 changes applied, stopped at" in ended.stdout
+    assert "100 rows copied, 0 changes applied, " in ended.stdout
     assert_says_little(ended)
 
     stream = pipeline.start("stream", "--json")

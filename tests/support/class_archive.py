@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -58,8 +57,11 @@ JVM_CONF = {
 def write_archive() -> None:
     """Write the archive unless it exists, or another process is writing it: a JVM starts without it, too."""
     ARCHIVE.parent.mkdir(exist_ok=True)
-    with ARCHIVE.with_suffix(".lock").open("w") as lock, suppress(BlockingIOError):
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with ARCHIVE.with_suffix(".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
         if not ARCHIVE.exists():
             written = ARCHIVE.with_suffix(".new")
             # The JVM writes after Python has ended, and ends when its output does. Without an archive tests run, too.

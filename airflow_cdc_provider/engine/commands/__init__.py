@@ -2,13 +2,15 @@
 
 Each function takes a pipeline, is idempotent, returns plain JSON values and raises :class:`.CdcError`. ``run``,
 ``snapshot`` and ``stream`` start Spark; others do so if the source or a sink needs it. Importing this package imports
-nothing else, so that a process that only waits for a pipeline does not load the modules for copying it.
+none of their modules, so that a process that only waits for a pipeline does not load the modules for copying it.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from airflow_cdc_provider.engine.core.signals import deferred
 
 if TYPE_CHECKING:
     from airflow_cdc_provider.engine.commands.comparing import verify
@@ -63,4 +65,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    with deferred():  # some modules ignore all exceptions while they are imported
+        module = import_module(f"{__name__}.{_HOMES[name]}")
+    return getattr(module, name)

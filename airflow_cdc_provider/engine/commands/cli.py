@@ -44,9 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             outcome = _outcome(options)
         except (SignalCame, KeyboardInterrupt) as e:
             outcome = _interrupted(command["name"], e.name if isinstance(e, SignalCame) else "SIGINT")
-        lost = signals.close()
-        if lost is not None and isinstance(outcome[1], CdcError):
-            outcome = _interrupted(command["name"], lost)
+        raised = signals.close()
+        if raised is not None and isinstance(outcome[1], CdcError):
+            outcome = _interrupted(command["name"], raised)
         code = _report_outcome(command["name"], command["json"], outcome)
         if arguments is None and "airflow_cdc_provider.engine.spark.jvm" in sys.modules:
             sys.modules["airflow_cdc_provider.engine.spark.jvm"].end_jvm()  # later, signals would interrupt this, too
@@ -352,7 +352,7 @@ def _stream(result: dict[str, Any]) -> str:
 
 def _resnapshot(result: dict[str, Any]) -> str:
     if result["requested"]:
-        return "The running stream has been asked to read them again."
+        return "The running stream has been asked to read the tables again."
     return f"{result['rows']:,} rows read again"
 
 

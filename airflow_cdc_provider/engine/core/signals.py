@@ -117,10 +117,11 @@ def deferred() -> Iterator[None]:
 def close() -> str | None:
     """Ignore further signals, because the command has a result, which is about to be reported.
 
-    :returns: the name of the signal for which :class:`SignalCame` was raised, which other code may have ignored.
+    :returns: the name of the signal for which :class:`SignalCame` was raised, an exception that other code may have
+        ignored; ``None`` if none was, or if the work has ended gracefully nevertheless.
     """
     _heard.over = True
-    return _heard.name if _heard.raised else None
+    return _heard.name if _heard.raised and not _heard.graceful else None
 
 
 @contextmanager
@@ -204,5 +205,5 @@ def _watch(heard: _Heard, reader: socket.socket, give_up: Callable[[str], int]) 
 def _cancel() -> None:
     """Cancel the statements that the process waits for, if there can be any."""
     liveness = sys.modules.get("airflow_cdc_provider.engine.postgres.dead_connections")
-    if liveness is not None:
-        liveness.cancel_all()
+    if hasattr(liveness, "cancel_all"):  # otherwise, it is being imported
+        liveness.cancel_all()  # type: ignore[union-attr]
