@@ -20,6 +20,7 @@ ROOMS = (
     "changes",
     "state",
     "comparison",
+    "views",
     "sinks",
     "pipeline",
     "runs",

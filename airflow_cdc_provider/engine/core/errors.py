@@ -287,6 +287,26 @@ class CannotFollow(Refused):
     """The stream has a schema change that cannot be applied to the sink."""
 
 
+class ViewRefused(Refused):
+    """The rows of a view cannot be computed or written; nothing of the unit was applied."""
+
+    quotes_rows = True
+
+    @classmethod
+    def by(cls, view: str, said: str) -> ViewRefused:
+        """Return the error for a view.
+
+        :param said: the message of the store.
+        """
+        what = f"view {view} cannot be brought up to date"
+        return cls(
+            f"{what}: {' '.join(said.split())}",
+            f"Change the `sql` of {view} in the pipeline file so that it can be computed for all rows, or remove the"
+            " view from the file; then start again.",
+            what,
+        )
+
+
 class LimitExceeded(Refused):
     """A row, or a change of a row, exceeds what a Postgres server can send or accept: a message of 1 GB."""
 

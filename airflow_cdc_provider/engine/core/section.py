@@ -95,6 +95,14 @@ class Section:
 
         return self.take_literally(key, check)
 
+    def mappings(self, key: str) -> tuple[tuple[str, Section], ...]:
+        """Take the mapping of names to mappings at a key, empty by default."""
+        self._known.add(key)
+        if key not in self._values:
+            return ()
+        section = self.inner(key, self._values.pop(key))
+        return tuple((str(name), section.inner(str(name), value)) for name, value in section._values.items())
+
     def inner(self, name: str, value: object) -> Section:
         """Return a value of this section as a section."""
         return Section(self._full(name), value, self._environment, self._resolve)

@@ -38,6 +38,7 @@ from airflow_cdc_provider.engine.core.source_rows import SourceRows
 from airflow_cdc_provider.engine.postgres.connection import Connection
 from airflow_cdc_provider.engine.postgres.server_identity import ServerIdentity
 from airflow_cdc_provider.engine.sinks.staged import CopiedChunk, Staged, StagedPiece
+from airflow_cdc_provider.engine.views.version import ViewVersion
 
 
 @runtime_checkable
@@ -62,6 +63,39 @@ class Rehearsing(Protocol):
 
         :raises CdcError: as :meth:`Sink.commit`.
         """
+
+
+class ViewKeeper(Protocol):
+    """Builds and drains the views of a sink, step by step; see :class:`KeepsViews`."""
+
+    def step(self, everything: bool = False) -> bool:
+        """Do the next step, which takes about a second; return whether there was one.
+
+        :param everything: drain all queues, also those of views that are refreshed only now and then.
+        :raises Fenced: when another run has the epoch.
+        :raises ConfigError: when a view of the pipeline file cannot be maintained.
+        """
+
+    def reached(self, target: LogPosition) -> bool:
+        """Return whether all views are built and have all changes up to a position."""
+
+
+@runtime_checkable
+class KeepsViews(Protocol):
+    """A sink that keeps tables equal to SELECTs over its mirror, see :mod:`.view_upkeep`.
+
+    Units, re-reads and changes of definitions carry the views along in the same step. What takes longer is done by a
+    keeper, between units, while the stream runs.
+    """
+
+    def keeps_views(self) -> bool:
+        """Return whether the pipeline file has views, or the record has some of an earlier file."""
+
+    def view_keeper(self, epoch: int) -> ViewKeeper:
+        """Return the keeper of the sink's views."""
+
+    def view_versions(self) -> Sequence[ViewVersion]:
+        """Return the recorded versions of the views."""
 
 
 class CommitRecord(Protocol):

@@ -29,8 +29,9 @@ from airflow_cdc_provider.engine.postgres.connection import (
 )
 from airflow_cdc_provider.engine.postgres.lock_holders import HOLDERS
 from airflow_cdc_provider.engine.sinks.postgres.refused_values import is_of_another, of_sink, refusal_of
-from airflow_cdc_provider.engine.sinks.transactional.reads import TransactionalSink
 from airflow_cdc_provider.engine.sinks.transactional.record import Lock
+from airflow_cdc_provider.engine.sinks.transactional.views import TransactionalViews
+from airflow_cdc_provider.engine.views.settings import ViewSettings
 
 LOCK_SECONDS = 60.0
 """Seconds that a transaction in the sink waits for a lock."""
@@ -55,7 +56,7 @@ LIMIT 10
 
 
 @dataclass(frozen=True)
-class PostgresFence(TransactionalSink[Connection]):
+class PostgresFence(TransactionalViews[Connection]):
     """The part of a Postgres sink that manages the epoch, see :class:`.CommitRecord`."""
 
     dsn: str = field(repr=False)
@@ -63,6 +64,7 @@ class PostgresFence(TransactionalSink[Connection]):
     mode: Literal["mirror", "changelog"]
     part: str = ""
     convert: bool = False
+    views: tuple[ViewSettings, ...] = ()
 
     @property
     def _place(self) -> str:

@@ -23,7 +23,7 @@ class PostgresPlugin:
         """Open the sink of a pipeline."""
         from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
 
-        return PostgresSink(settings.dsn, pipeline, settings.mode, part, settings.types == "convert")
+        return PostgresSink(settings.dsn, pipeline, settings.mode, part, settings.types == "convert", settings.views)
 
     def check(
         self,

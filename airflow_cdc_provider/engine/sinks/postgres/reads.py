@@ -90,7 +90,8 @@ class PostgresReads(PostgresUnits):
         )
 
     def _redefine(self, epoch: int, before: Target, after: Target) -> None:
-        with self._fenced(epoch, "alone") as (connection, _):
+        with self._fenced(epoch, "alone") as (connection, applied):
+            self._redefine_views(connection, applied, before, after)
             redefine(connection, self.pipeline, self.mode, before, after, rows_stay=True, convert=self.convert)
 
     def check_condition(self, target: Target, where: str) -> None:

@@ -28,6 +28,7 @@ from airflow_cdc_provider.engine.sinks.postgres.fence import PostgresFence
 from airflow_cdc_provider.engine.sinks.postgres.staging_tables import PostgresTableStatements
 from airflow_cdc_provider.engine.sinks.postgres.table_changes import redefine
 from airflow_cdc_provider.engine.sinks.postgres.target_tables import adopt_target, prepare_target, record_target
+from airflow_cdc_provider.engine.sinks.postgres.view_record import VIEWS
 from airflow_cdc_provider.engine.sinks.protocol_errors import provisioned_meanwhile
 
 _RECORD_TABLES = """
@@ -79,6 +80,7 @@ def create_record_tables(connection: Connection) -> None:
     if scalar(connection, "SELECT to_regnamespace('airflow_cdc')") is None:
         rows(connection, "CREATE SCHEMA airflow_cdc")
     rows(connection, _RECORD_TABLES)
+    rows(connection, VIEWS)
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class PostgresRecord(PostgresFence):
     :param mode: ``mirror`` or ``changelog``.
     :param part: the part of a run that uses the sessions; empty outside of runs.
     :param convert: accept target tables whose types do not keep the source's values.
+    :param views: the views of the pipeline file.
     """
 
     def _prepare(
@@ -123,6 +126,7 @@ class PostgresRecord(PostgresFence):
                     prepare_target(connection, self.pipeline, self.mode, target, self.convert)
             for chunk in chunks:
                 self._plan(connection, chunk)
+            self._view_store(connection, start).check()
             failpoint("before-plan")
 
     def _add(self, epoch: int, targets: Sequence[Target], chunks: Sequence[Chunk]) -> None:
@@ -156,7 +160,7 @@ class PostgresRecord(PostgresFence):
         rehearsal: bool = False,
     ) -> None:
         """Begin again at another start of the slot, with every table as one unfinished chunk."""
-        with self._fenced(epoch, "alone", rehearsal) as (connection, _):
+        with self._fenced(epoch, "alone", rehearsal) as (connection, applied):
             recorded = self._targets(connection)
             for target in targets:
                 if self.mode == "changelog" and _exists(connection, target):
@@ -166,6 +170,7 @@ class PostgresRecord(PostgresFence):
                 if before is not None:
                     self._make_fit(connection, before, target)
             self._forget_tables(connection)
+            self._view_store(connection, applied).rebuild(recorded)
             for target in targets:
                 record_target(connection, self.pipeline, target)
                 self._plan(connection, Chunk(target.table.label, 0, None, None))

@@ -18,11 +18,11 @@ from airflow_cdc_provider.engine.comparison.side import RowKey, Sides
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.postgres.connection import Connection
 from airflow_cdc_provider.engine.sinks.postgres.compared import changelog_sides, mirror_sides, target_rows
-from airflow_cdc_provider.engine.sinks.postgres.reads import PostgresReads
+from airflow_cdc_provider.engine.sinks.postgres.views import PostgresViews
 
 
 @dataclass(frozen=True)
-class PostgresSink(PostgresReads):
+class PostgresSink(PostgresViews):
     """A pipeline's tables in a Postgres database; see :class:`.contract.Sink` and, for the fields,
     :class:`.PostgresRecord`.
     """

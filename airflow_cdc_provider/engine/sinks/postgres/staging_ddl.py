@@ -41,9 +41,17 @@ class StagingDdl:
         """Return the key of a row ``t`` of the target."""
         return [sql.SQL("t.{}").format(self._names[i]) for i in self._key]
 
-    def _staged_key(self) -> list[sql.Composable]:
+    def staged_key(self) -> list[sql.Composable]:
         """Return the key of a staged row ``s``."""
         return [sql.SQL(f"s.c{i}") for i in self._key]
+
+    def equal_to(self, key: Sequence[sql.Composable]) -> sql.Composable:
+        """Return the condition that the key of a row ``t`` of the target equals another key, by the target's rules."""
+        return self._target_key.equal(self._stored(), key)
+
+    def given_keys(self, keys: Sequence[tuple[str, ...]]) -> tuple[sql.Composable, list[sql.Composable]]:
+        """Return a relation of keys that are given as texts, and the expressions of their values."""
+        return self._target_key.given("k", zip(*keys, strict=True))
 
     def create_mirror_staging(self, relation: str, columns: Sequence[str]) -> None:
         """Create a staging table for mirror rows, see :class:`.effects.Effect`."""
@@ -97,7 +105,7 @@ class StagingDdl:
             for name, quoted in zip(names, self._names, strict=True)
         ]
 
-    def _rows_of(self, staged: Staged) -> sql.Composable:
+    def staged_rows(self, staged: Staged) -> sql.Composable:
         """Return the staged rows of a table, in any form of staging."""
         if NEW not in staged.columns:
             return rows_of(staged)

@@ -159,7 +159,7 @@ class PostgresTableStatements(StagingDdl, TargetTable):
 
         :raises TargetConflict: when two keys of the source are equal for the target.
         """
-        stage = self._rows_of(staged)
+        stage = self.staged_rows(staged)
         others = [i for i in range(len(self._names)) if i not in self._key]
         gone: sql.Composable = sql.SQL("s.erased" if ERASED in staged.columns else "false")
         complete = " AND s.missing IS NULL" if MISSING in staged.columns else ""
@@ -170,7 +170,7 @@ class PostgresTableStatements(StagingDdl, TargetTable):
                 "DELETE FROM {table} t USING {stage} s WHERE {gone} AND {match}",
                 stage=stage,
                 gone=sql.SQL("({} OR {})").format(gone, written) if anew else gone,
-                match=self._target_key.same(self._stored(), self._staged_key()),
+                match=self._target_key.same(self._stored(), self.staged_key()),
             )
         self._refuse_merging(stage, written)
         update: sql.Composable = sql.SQL("NOTHING")
@@ -224,16 +224,16 @@ class PostgresTableStatements(StagingDdl, TargetTable):
 
     def _refuse_merging(self, stage: sql.Composable, written: sql.Composable) -> None:
         """Refuse to overwrite another row; all old spellings of the keys have been deleted by now."""
-        differ = self._target_key.differ(self._stored(), self._staged_key())
+        differ = self._target_key.differ(self._stored(), self.staged_key())
         if differ is None:
             return
         found = self._run(
             "SELECT ROW({ours})::text, ROW({theirs})::text FROM {table} t JOIN {stage} s ON {equal}"
             " WHERE {written} AND {differ} LIMIT 1",
             ours=sql.SQL(", ").join(self._stored()),
-            theirs=sql.SQL(", ").join(self._staged_key()),
+            theirs=sql.SQL(", ").join(self.staged_key()),
             stage=stage,
-            equal=self._target_key.equal(self._stored(), self._staged_key()),
+            equal=self._target_key.equal(self._stored(), self.staged_key()),
             written=written,
             differ=differ,
         )
@@ -274,7 +274,7 @@ class PostgresTableStatements(StagingDdl, TargetTable):
 
         :raises TargetConflict: when the target lacks rows to delete.
         """
-        stage = self._rows_of(staged)
+        stage = self.staged_rows(staged)
         columns = sql.SQL(", ").join(sql.SQL(f"s.c{i}") for i in range(len(self._names)))
         ((expected, deleted),) = self._run(
             "WITH matched AS ("
@@ -319,7 +319,7 @@ class PostgresTableStatements(StagingDdl, TargetTable):
             names=sql.SQL(", ").join(self._names),
             columns=sql.SQL(", ").join(sql.SQL(f"c{i}") for i in width),
             before=before,
-            stage=self._rows_of(staged),
+            stage=self.staged_rows(staged),
         )
 
     def _json(self, columns: Sequence[int], packed: bool) -> sql.Composable:

@@ -115,6 +115,9 @@ class TransactionalSink(TransactionalUnits[Tx]):
         """
         raise NotImplementedError
 
+    def _redefine_views(self, tx: Tx, applied: LogPosition, before: Target, after: Target) -> None:
+        """Let the views follow a change of a table."""
+
     @abstractmethod
     def _redefine(self, epoch: int, before: Target, after: Target) -> None:
         """Change a target table like its source table."""
@@ -185,6 +188,12 @@ class TransactionalSink(TransactionalUnits[Tx]):
     def _write(self, epoch: int, read: PendingRead[Tx], rows: SourceRows) -> int | None:
         """Write a read's rows and record it; return ``None`` if it is no longer wanted."""
         with self._fenced(epoch, read.lock) as (tx, applied):
+            # A chunk has no views to keep: they are built when the mirror is consistent.
+            if read.before is not None:
+                self._redefine_views(tx, applied, read.before, read.target)
+            upkeep = self._upkeep(tx) if read.is_reread else None
+            if upkeep is not None:
+                upkeep.note_before_reread(read.target.table.label, read.keys)
             destination = self._choose_destination(tx, epoch, read, applied) if read.is_wanted(tx) else None
             if destination is None:
                 return None
@@ -197,6 +206,9 @@ class TransactionalSink(TransactionalUnits[Tx]):
             with self._take_place(tx, epoch, read, destination) if destination.aside else _in_place() as wanted:
                 if wanted:
                     failpoint("before-chunk-prepared")
+                    if upkeep is not None:
+                        upkeep.note_after_reread(read.target.table.label, read.keys)
+                        upkeep.settle(applied)
                     read.record(tx, watermark, count)
         return count if wanted else None
 

@@ -16,6 +16,7 @@ from airflow_cdc_provider.engine.sinks.protocol_errors import read_again_since, 
 from airflow_cdc_provider.engine.sinks.staged import MissingValues, Staged, StagedPiece
 from airflow_cdc_provider.engine.sinks.transactional.record import TransactionalRecord, Tx
 from airflow_cdc_provider.engine.sinks.transactional.target_table import TargetTable
+from airflow_cdc_provider.engine.sinks.transactional.view_upkeep import ViewUpkeep
 
 
 class TransactionalUnits(TransactionalRecord[Tx]):
@@ -66,6 +67,10 @@ class TransactionalUnits(TransactionalRecord[Tx]):
     @abstractmethod
     def _drop_deposits(self, tx: Tx, names: Collection[str] | None) -> None:
         """Remove deposits, all if ``None``."""
+
+    def _upkeep(self, tx: Tx) -> ViewUpkeep | None:
+        """Return the upkeep of the views in a transaction; ``None`` if the pipeline has none."""
+        return None
 
     def _check_deferred(self, tx: Tx) -> None:
         """Check constraints now that the store would check at the commit, because a rehearsal does not commit."""
@@ -135,7 +140,10 @@ class TransactionalUnits(TransactionalRecord[Tx]):
             skip = applied >= end
             if not skip:
                 require_adjoining(self.pipeline, start, end, applied)
-                staged = self._apply(tx, pieces)
+                upkeep = self._upkeep(tx)
+                staged = self._apply(tx, pieces, upkeep)
+                if upkeep is not None:
+                    upkeep.settle(applied)
                 self._advance(tx, end)
                 if noted:
                     self._note(tx, noted)
@@ -145,7 +153,7 @@ class TransactionalUnits(TransactionalRecord[Tx]):
         failpoint("after-batch-commit")
         return not skip
 
-    def _apply(self, tx: Tx, pieces: Iterator[StagedPiece]) -> list[Staged]:
+    def _apply(self, tx: Tx, pieces: Iterator[StagedPiece], upkeep: ViewUpkeep | None = None) -> list[Staged]:
         """Apply pieces; return their staged changes.
 
         :raises MissingValues: after all pieces are applied, with all missing keys, so that they can be read at once.
@@ -160,6 +168,8 @@ class TransactionalUnits(TransactionalRecord[Tx]):
             new = {staged.label for staged in piece.tables} - tables.keys()
             tables |= dict(self._tables(tx, self._targets(tx, new).values()) if new else {})
             for staged in piece.tables:
+                if upkeep is not None:
+                    upkeep.note(staged)
                 lacking = tables[staged.label].apply(staged)
                 if lacking:
                     missing.setdefault(staged.label, set()).update(lacking)

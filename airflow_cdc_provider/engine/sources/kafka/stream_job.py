@@ -23,6 +23,7 @@ from airflow_cdc_provider.engine.runs.commit_records import existing_record
 from airflow_cdc_provider.engine.runs.foreach_batch import ForeachBatch
 from airflow_cdc_provider.engine.runs.progress import StreamProgress
 from airflow_cdc_provider.engine.runs.run import Run
+from airflow_cdc_provider.engine.runs.view_work import keeping_views
 from airflow_cdc_provider.engine.sources.kafka import message_view
 from airflow_cdc_provider.engine.sources.kafka.avro_texts import unknown_schemas
 from airflow_cdc_provider.engine.sources.kafka.bad_messages import SetAside
@@ -136,11 +137,12 @@ class TopicJob:
     def _follow(self, target: UnitNumber | None, goal: Goal | None) -> StreamProgress:
         query = self._start()
         beat = time.monotonic()
-        with self._batches.watched(query):
-            while not self._run.stopping and not self._done(target, goal):
+        with self._batches.watched(query), keeping_views(self._run) as views:
+            while not self._run.stopping and not (self._done(target, goal) and views.finish(self._units.applied)):
                 if self._batches.ended(query):
                     break
                 self._run.check()
+                views.check()
                 if time.monotonic() - beat >= self._run.pipeline.stream.heartbeat:
                     beat = time.monotonic()
                     self._look()

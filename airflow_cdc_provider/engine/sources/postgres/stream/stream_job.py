@@ -29,6 +29,7 @@ from airflow_cdc_provider.engine.postgres.slots import SlotState, emit_marker, r
 from airflow_cdc_provider.engine.runs.foreach_batch import ForeachBatch
 from airflow_cdc_provider.engine.runs.progress import StreamProgress
 from airflow_cdc_provider.engine.runs.run import Run
+from airflow_cdc_provider.engine.runs.view_work import ViewWork, keeping_views
 from airflow_cdc_provider.engine.sources.postgres.provision.gate import Passage
 from airflow_cdc_provider.engine.sources.postgres.recorded_slot import RecordedSlot
 from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
@@ -82,7 +83,8 @@ class StreamJob:
         try:
             with self._batches.watched(query):
                 try:
-                    self._watch(query, target)
+                    with keeping_views(self._run) as views:
+                        self._watch(query, target, views)
                 finally:
                     self._sinks.halt()
         except DRIVER_ERRORS as e:
@@ -96,16 +98,17 @@ class StreamJob:
             raise self._sinks.refusal
         return self._progress()
 
-    def _watch(self, query: StreamingQuery, target: Lsn | None) -> None:
+    def _watch(self, query: StreamingQuery, target: Lsn | None, views: ViewWork) -> None:
         """Watch source and query while batches are applied, until the target is applied and acknowledged."""
         beat = time.monotonic()
         with connected(postgres_settings(self._pipeline).dsn, settings={"synchronous_commit": "local"}) as source:
             self._gate(source)  # by now the address may lead to another server than at the start
             self._check_catalog(source)
-            while not self._run.stopping and not self._sinks.done(target):
+            while not self._run.stopping and not self._done(target, views):
                 if self._batches.ended(query):
                     break
                 self._run.check()
+                views.check()
                 if time.monotonic() - beat >= self._pipeline.stream.heartbeat:
                     beat = time.monotonic()
                     self._run.budget.look(self._gate(source))
@@ -113,6 +116,12 @@ class StreamJob:
                     emit_marker(source, "heartbeat")
                 self._report(self._progress())
             self._await_acknowledgement(source, query)
+
+    def _done(self, target: Lsn | None, views: ViewWork) -> bool:
+        """Return whether everything up to ``target`` is durable, views included, or the stream cannot go on."""
+        if not self._sinks.done(target):
+            return False
+        return self._sinks.refusal is not None or target is None or views.finish(target)
 
     def _check_catalog(self, source: Connection) -> None:
         """Check whether the catalog has changed; if a table is locked, try again at the next heartbeat."""

@@ -1,0 +1,250 @@
+"""The rows of a view in Postgres: finds, recomputes and queues anchors, which are in a temporary table.
+
+Anchors of GROUP BY may be NULL, which is then a value like others. A condition such as ``a IS NOT DISTINCT FROM b``
+could use no index, so statements are repeated for each combination of NULLs among the anchors; there is rarely more
+than one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import psycopg2
+from psycopg2 import sql
+
+from airflow_cdc_provider.engine.core.errors import ViewRefused
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.postgres.connection import Connection, rows, scalar
+from airflow_cdc_provider.engine.views.version import ViewVersion
+
+Nulls = tuple[bool, ...]
+"""For each column of an anchor, whether it is NULL."""
+
+
+def listed(parts: Iterable[sql.Composable]) -> sql.Composable:
+    """Return parts with commas between them."""
+    return sql.SQL(", ").join(parts)
+
+
+def match(ours: Sequence[sql.Composable], theirs: Sequence[sql.Composable], nulls: Nulls) -> sql.Composable:
+    """Return the condition that two anchors with the given NULLs are equal."""
+    pairs = zip(ours, theirs, nulls, strict=True)
+    return sql.SQL(" AND ").join(
+        sql.SQL("{} IS NULL AND {} IS NULL").format(our, their) if null else sql.SQL("{} = {}").format(our, their)
+        for our, their, null in pairs
+    )
+
+
+class ViewRows:
+    """The rows of one version of a view, in a transaction.
+
+    :param targets: the recorded targets by label.
+    """
+
+    def __init__(self, connection: Connection, targets: Mapping[str, Target], version: ViewVersion) -> None:
+        self._connection = connection
+        self._version = version
+        self._view = version.view
+        self._root = targets[self._view.root.label]
+        self._tables = {
+            label: sql.Identifier(targets[label].schema, targets[label].name).as_string(connection)
+            for label in self._view.columns
+        }
+        self._anchors = sql.Identifier("pg_temp", f"cdc_anchors_{version.number}")
+        self._fresh = sql.Identifier("pg_temp", f"cdc_fresh_{version.number}")
+        self.relation = sql.Identifier(self._view.schema, version.relation)
+        self._queue_table = sql.Identifier("airflow_cdc", version.queue)
+
+    def _run(self, text: str, **parts: sql.Composable) -> list[tuple[object, ...]]:
+        common = {"anchors": self._anchors, "fresh": self._fresh, "view": self.relation, "queue": self._queue_table}
+        return rows(self._connection, sql.SQL(text).format(**common, **parts))
+
+    @property
+    def select(self) -> sql.Composable:
+        """Return the SELECT of all rows."""
+        return sql.SQL(self._view.select(self._tables))
+
+    def _anchor(self, relation: str, outputs: bool = False) -> list[sql.Composable]:
+        """Return the anchor of a row in ``anchors`` or, with ``outputs``, in the view."""
+        names = [each.output for each in self._view.anchor] if outputs else None
+        width = range(len(self._view.anchor))
+        return [sql.SQL(f"{relation}.{{}}").format(sql.Identifier(names[n] if names else f"a{n}")) for n in width]
+
+    def root_anchor(self, relation: str) -> list[sql.Composable]:
+        """Return the anchor of a row of the root's table."""
+        return [sql.SQL(f"{relation}.{{}}").format(sql.Identifier(each.column)) for each in self._view.anchor]
+
+    # -- finding -----------------------------------------------------------------------------------
+
+    def find(self, query: sql.Composable, unbuilt: bool = False) -> int:
+        """Keep the distinct anchors of a query; return their number.
+
+        :param unbuilt: whether to keep those whose rows are not built yet.
+        """
+        self._run(
+            "CREATE TEMPORARY TABLE {anchors} ON COMMIT DROP AS SELECT DISTINCT * FROM ({query}) a WHERE {built}",
+            query=query,
+            built=sql.SQL("true") if unbuilt else self.built(self._anchor("a")),
+        )
+        count = int(str(self._run("SELECT count(*) FROM {anchors}")[0][0]))
+        if count:
+            self._run("ANALYZE {anchors}")
+        return count
+
+    def built(self, anchor: Sequence[sql.Composable]) -> sql.Composable:
+        """Return the condition that an anchor is in a range that has been built.
+
+        Ranges are built in the order of the anchors, those with NULLs last.
+        """
+        if self._version.complete:
+            return sql.SQL("true")
+        assert self._version.built is not None
+        return sql.SQL("({} AND ({}) <= ({}))").format(
+            self.without_nulls(anchor), listed(anchor), listed(self.bound(self._version.built))
+        )
+
+    def without_nulls(self, anchor: Sequence[sql.Composable]) -> sql.Composable:
+        """Return the condition that no column of an anchor is NULL."""
+        return sql.SQL(" AND ").join(sql.SQL("{} IS NOT NULL").format(each) for each in anchor)
+
+    def bound(self, texts: Sequence[str]) -> list[sql.Composable]:
+        """Return the anchor that texts denote, with the types of the root's table."""
+        query = (
+            "SELECT attname::text, format_type(atttypid, -1) FROM pg_attribute"
+            " WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped"
+        )
+        table = sql.Identifier(self._root.schema, self._root.name).as_string(self._connection)
+        types = dict(rows(self._connection, query, [table]))
+        return [
+            sql.SQL("{}::{}").format(sql.Literal(text), sql.SQL(types[each.column]))
+            for text, each in zip(texts, self._view.anchor, strict=True)
+        ]
+
+    # -- the queue ---------------------------------------------------------------------------------
+
+    def queue(self) -> None:
+        """Put the found anchors into the queue."""
+        self._run("INSERT INTO {queue} SELECT * FROM {anchors}")
+
+    def take(self, count: int) -> bool:
+        """Take about ``count`` anchors from the queue; return whether some are left there."""
+        columns = listed(sql.SQL(f"a{n}") for n in range(len(self._view.anchor)))
+        self._run(
+            "CREATE TEMPORARY TABLE taken ON COMMIT DROP AS SELECT {columns} FROM {queue} WITH NO DATA;"
+            "WITH gone AS (DELETE FROM {queue} WHERE ctid = ANY (ARRAY(SELECT ctid FROM {queue} LIMIT {count}))"
+            " RETURNING {columns}) INSERT INTO taken SELECT * FROM gone",
+            columns=columns,
+            count=sql.Literal(count),
+        )
+        left = bool(scalar(self._connection, sql.SQL("SELECT EXISTS (SELECT FROM {})").format(self._queue_table)))
+        if not left:
+            self._run("TRUNCATE {queue}")  # the deleted rows would stay, and be passed by every later look
+        self.find(sql.SQL("SELECT * FROM taken"))
+        return left
+
+    # -- recomputing -------------------------------------------------------------------------------
+
+    def recompute(self) -> None:
+        """Compute the rows of the found anchors, and write the differences to the view.
+
+        :raises ViewRefused: when the server cannot compute or write them.
+        """
+        try:
+            self._recompute()
+        except (psycopg2.DataError, psycopg2.IntegrityError, psycopg2.ProgrammingError) as e:
+            raise ViewRefused.by(self._view.label, e.diag.message_primary or str(e)) from e
+
+    def _recompute(self) -> None:
+        patterns = list(self._patterns())
+        self._run("CREATE TEMPORARY TABLE {fresh} ON COMMIT DROP AS {select} WITH NO DATA", select=self.select)
+        for nulls in patterns:
+            condition = match(self._anchor("cdc_anchor"), self.root_anchor(self._quoted_root), nulls)
+            restriction = (
+                f"{self._anchors.as_string(self._connection)} AS cdc_anchor",
+                condition.as_string(self._connection),
+            )
+            self._run("INSERT INTO {fresh} {select}", select=sql.SQL(self._view.select(self._tables, restriction)))
+        self._run("ANALYZE {fresh}")
+        for nulls in patterns:
+            if self._view.one_row:
+                self._write_single(nulls)
+            else:
+                self._write_several(nulls)
+
+    @property
+    def _quoted_root(self) -> str:
+        return self._view.quote(self._view.root.name)
+
+    def _patterns(self) -> Iterator[Nulls]:
+        """Yield the combinations of NULLs among the anchors."""
+        if not self._view.grouped:  # the anchor is a key
+            yield (False,) * len(self._view.anchor)
+            return
+        columns = listed(sql.SQL("{} IS NULL").format(each) for each in self._anchor("a"))
+        for found in self._run("SELECT DISTINCT {columns} FROM {anchors} a", columns=columns):
+            yield tuple(bool(null) for null in found)
+
+    def _write_single(self, nulls: Nulls) -> None:
+        """Write the differences of a view with at most one row for an anchor."""
+        names = [sql.Identifier(output.name) for output in self._view.outputs]
+        view, fresh = self._anchor("v", outputs=True), self._anchor("f", outputs=True)
+        parts = {
+            "names": listed(names),
+            "values": listed(sql.SQL("f.{}").format(name) for name in names),
+            "stored": listed(sql.SQL("v.{}").format(name) for name in names),
+            "same": match(view, fresh, nulls),
+        }
+        self._run(
+            "UPDATE {view} v SET ({names}) = ROW({values}) FROM {fresh} f"
+            " WHERE {same} AND NOT ROW({stored})::record *= ROW({values})::record",
+            **parts,
+        )
+        anchors = self._anchor("a")
+        self._run(
+            "DELETE FROM {view} v USING {anchors} a WHERE {hit} AND NOT EXISTS (SELECT FROM {fresh} f WHERE {kept})",
+            hit=match(view, anchors, nulls),
+            kept=match(fresh, anchors, nulls),
+        )
+        self._run(
+            "INSERT INTO {view} ({names}) SELECT {values} FROM {fresh} f"
+            " WHERE {pattern} AND NOT EXISTS (SELECT FROM {view} v WHERE {same})",
+            pattern=self._pattern(fresh, nulls),
+            **parts,
+        )
+
+    @staticmethod
+    def _pattern(anchor: Sequence[sql.Composable], nulls: Nulls) -> sql.Composable:
+        """Return the condition that an anchor has the given NULLs."""
+        return sql.SQL(" AND ").join(
+            sql.SQL("{} IS NULL" if null else "{} IS NOT NULL").format(each)
+            for each, null in zip(anchor, nulls, strict=True)
+        )
+
+    def _write_several(self, nulls: Nulls) -> None:
+        """Write the differences of a view with several rows for an anchor, which may be equal; texts identify them."""
+        names = [sql.Identifier(output.name) for output in self._view.outputs]
+        row = sql.SQL("ROW({})::text")
+        stored = row.format(listed(sql.SQL("v.{}").format(name) for name in names))
+        wanted = row.format(listed(sql.SQL("f.{}").format(name) for name in names))
+        hit = match(self._anchor("v", outputs=True), self._anchor("a"), nulls)
+        have = sql.SQL(
+            "SELECT v.ctid AS place, {text} AS text, row_number() OVER (PARTITION BY {text}) AS copy"
+            " FROM {view} v JOIN {anchors} a ON {hit}"
+        ).format(text=stored, view=self.relation, anchors=self._anchors, hit=hit)
+        want = sql.SQL(
+            "SELECT f.*, {text} AS cdc_text, row_number() OVER (PARTITION BY {text}) AS cdc_copy"
+            " FROM {fresh} f WHERE {pattern}"
+        ).format(text=wanted, fresh=self._fresh, pattern=self._pattern(self._anchor("f", outputs=True), nulls))
+        parts = {"have": have, "want": want}
+        self._run(
+            "DELETE FROM {view} v USING ({have}) h WHERE v.ctid = h.place"
+            " AND NOT EXISTS (SELECT FROM ({want}) w WHERE w.cdc_text = h.text AND w.cdc_copy = h.copy)",
+            **parts,
+        )
+        self._run(
+            "INSERT INTO {view} ({names}) SELECT {values} FROM ({want}) w"
+            " WHERE NOT EXISTS (SELECT FROM ({have}) h WHERE h.text = w.cdc_text AND h.copy = w.cdc_copy)",
+            names=listed(names),
+            values=listed(sql.SQL("w.{}").format(name) for name in names),
+            **parts,
+        )

@@ -1,0 +1,223 @@
+"""Finds the anchors of views that a transaction affects, in Postgres; see :mod:`.transactional.view_upkeep`.
+
+For each table that views read there is a temporary table of images, with a row for each noted row: its key ``k0`` …,
+whether it existed (``was``), and the columns that views read, ``r0`` …. Images are compared with ``*=``, which is
+exact: for ``=``, the numerics 1.0 and 1.00 are equal, and JSON cannot be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from psycopg2 import sql
+
+from airflow_cdc_provider.engine.core.effect import COUNT
+from airflow_cdc_provider.engine.core.lsn import LogPosition
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.postgres.connection import Connection, rows
+from airflow_cdc_provider.engine.sinks.postgres.staging_tables import PostgresTableStatements
+from airflow_cdc_provider.engine.sinks.postgres.view_record import record_work
+from airflow_cdc_provider.engine.sinks.postgres.view_rows import ViewRows, listed
+from airflow_cdc_provider.engine.sinks.staged import Staged
+from airflow_cdc_provider.engine.sinks.transactional.view_upkeep import ViewUpkeep
+from airflow_cdc_provider.engine.views.definition import Alias
+from airflow_cdc_provider.engine.views.version import ViewVersion
+
+
+class PostgresViewUpkeep(ViewUpkeep):
+    """The upkeep of views in a transaction of a Postgres sink.
+
+    :param targets: the recorded targets by label.
+    """
+
+    def __init__(
+        self, connection: Connection, pipeline: str, targets: Mapping[str, Target], versions: Sequence[ViewVersion]
+    ) -> None:
+        super().__init__(versions)
+        self._connection = connection
+        self._pipeline = pipeline
+        self._targets = targets
+        self._images: dict[str, _Images] = {}
+
+    def _begin(self, label: str, columns: Sequence[str]) -> None:
+        number = len(self._images)
+        self._images[label] = _Images(self._connection, self._targets[label], columns, number)
+
+    def _note_staged(self, staged: Staged) -> None:
+        self._images[staged.label].note_staged(staged)
+
+    def _note_rows(self, label: str, keys: Collection[tuple[str, ...]] | None) -> None:
+        self._images[label].note_rows(keys)
+
+    def _note_new(self, label: str, keys: Collection[tuple[str, ...]] | None) -> None:
+        self._images[label].note_new(keys)
+
+    def _find_anchors(self, version: ViewVersion, labels: Collection[str]) -> int:
+        view = version.view
+        changed = {
+            label: self._images[label].changed(view.columns[label], f"cdc_changed_{version.number}_{n}")
+            for n, label in enumerate(sorted(labels))
+        }
+        ways = [self._way(version, alias, changed[alias.label]) for alias in view.aliases if alias.label in changed]
+        return self._rows_of(version).find(sql.SQL(" UNION ").join(ways))
+
+    def _way(self, version: ViewVersion, alias: Alias, changed: sql.Composable) -> sql.Composable:
+        """Return the query of the anchors that the changed rows of an alias reach."""
+        view, columns = version.view, version.view.columns[alias.label]
+        path = view.path(alias)
+        joins: list[sql.Composable] = [sql.SQL("FROM {} j0").format(changed)]
+
+        def value(step: int, column: str) -> sql.Composable:
+            if step == 0:
+                return sql.SQL(f"j0.r{columns.index(column)}")
+            return sql.SQL(f"j{step}.{{}}").format(sql.Identifier(column))
+
+        for step, each in enumerate(path[:-1]):
+            target = self._targets[path[step + 1].label]
+            equal = [
+                sql.SQL("{} = {}").format(value(step + 1, theirs), value(step, own)) for own, theirs in each.equalities
+            ]
+            joins.append(
+                sql.SQL(f"JOIN {{}} j{step + 1} ON {{}}").format(
+                    sql.Identifier(target.schema, target.name), sql.SQL(" AND ").join(equal)
+                )
+            )
+        anchor = (
+            sql.SQL(f"{{}} AS a{n}").format(value(len(path) - 1, each.column)) for n, each in enumerate(view.anchor)
+        )
+        return sql.SQL("SELECT {} {}").format(listed(anchor), sql.SQL(" ").join(joins))
+
+    def _rows_of(self, version: ViewVersion) -> ViewRows:
+        return ViewRows(self._connection, self._targets, version)
+
+    def _recompute(self, version: ViewVersion) -> None:
+        self._rows_of(version).recompute()
+
+    def _queue(self, version: ViewVersion) -> None:
+        self._rows_of(version).queue()
+
+    def _record(self, version: ViewVersion, behind: LogPosition | None, anchors: int, seconds: float) -> None:
+        record_work(self._connection, self._pipeline, version, behind, anchors, seconds)
+
+
+class _Images:
+    """The images of a table's rows.
+
+    :param read: the columns that views read.
+    :param number: distinguishes the table from those of others.
+    """
+
+    def __init__(self, connection: Connection, target: Target, read: Sequence[str], number: int) -> None:
+        self._connection = connection
+        self._target = target
+        self._statements = PostgresTableStatements(connection, target, "mirror")
+        self._read = list(read)
+        self._images = sql.Identifier("pg_temp", f"cdc_images_{number}")
+        columns = [*self._numbered("t", target.table.key, "k"), sql.SQL("true AS was"), *self._numbered("t", read, "r")]
+        self._run(
+            "CREATE TEMPORARY TABLE {images} ON COMMIT DROP AS SELECT {columns} FROM {table} t WITH NO DATA",
+            columns=listed(columns),
+        )
+
+    def _run(self, text: str, **parts: sql.Composable) -> list[tuple[object, ...]]:
+        table = sql.Identifier(self._target.schema, self._target.name)
+        return rows(self._connection, sql.SQL(text).format(images=self._images, table=table, **parts))
+
+    @staticmethod
+    def _numbered(relation: str, names: Sequence[str], prefix: str) -> list[sql.Composable]:
+        return [sql.SQL(f"{relation}.{{}} AS {prefix}{n}").format(sql.Identifier(name)) for n, name in enumerate(names)]
+
+    def _key(self, relation: str) -> list[sql.Composable]:
+        """Return the key of an image."""
+        return [sql.SQL(f"{relation}.k{n}") for n in range(len(self._target.table.key))]
+
+    def note_staged(self, staged: Staged) -> None:
+        """Note the rows with the keys of staged rows; without a key, the staged rows themselves."""
+        if COUNT in staged.columns:
+            places = {column.name: i for i, column in enumerate(self._target.table.columns)}
+            read = [sql.SQL(f"s.c{places[name]}") for name in self._read]
+            self._run(
+                "INSERT INTO {images} SELECT true, {read} FROM {stage} s",
+                read=listed(read),
+                stage=self._statements.staged_rows(staged),
+            )
+            return
+        key = self._statements.staged_key()
+        self._run(
+            "INSERT INTO {images} SELECT {key}, {exists}, {read} FROM {stage} s LEFT JOIN {table} t ON {match}",
+            key=listed(key),
+            exists=self._exists(),
+            read=listed(self._numbered("t", self._read, "r")),
+            stage=self._statements.staged_rows(staged),
+            match=self._statements.equal_to(key),
+        )
+
+    def _exists(self) -> sql.Composable:
+        return sql.SQL("t.{} IS NOT NULL").format(sql.Identifier(self._target.table.key[0]))
+
+    def note_rows(self, keys: Collection[tuple[str, ...]] | None) -> None:
+        """Note the rows with some keys, or all."""
+        key, read = self._numbered("t", self._target.table.key, "k"), self._numbered("t", self._read, "r")
+        found, match_ = self._given(keys)
+        self._run(
+            "INSERT INTO {images} SELECT {columns} FROM {found}{table} t{match}",
+            columns=listed([*key, sql.SQL("true"), *read]),
+            found=found,
+            match=match_,
+        )
+
+    def _given(self, keys: Collection[tuple[str, ...]] | None) -> tuple[sql.Composable, sql.Composable]:
+        if keys is None:
+            return sql.SQL(""), sql.SQL("")
+        given, values = self._statements.given_keys(sorted(keys))
+        return sql.SQL("{} JOIN ").format(given), sql.SQL(" ON {}").format(self._statements.equal_to(values))
+
+    def note_new(self, keys: Collection[tuple[str, ...]] | None) -> None:
+        """Note the rows that have no image yet; without a key, all rows."""
+        if not self._target.table.key:
+            self.note_rows(None)
+            return
+        found, match_ = self._given(keys)
+        nothing = [sql.SQL("NULL")] * len(self._read)
+        self._run(
+            "INSERT INTO {images} SELECT {columns} FROM {found}{table} t{match}"
+            " WHERE NOT EXISTS (SELECT FROM {images} i WHERE {same})",
+            columns=listed([*self._numbered("t", self._target.table.key, "k"), sql.SQL("false"), *nothing]),
+            found=found,
+            match=match_,
+            same=self._statements.equal_to(self._key("i")),
+        )
+
+    def changed(self, read: Sequence[str], name: str) -> sql.Composable:
+        """Create a table of the old and new images of rows that differ in some columns, ``r0`` … in their order.
+
+        :returns: the table.
+        """
+        table = sql.Identifier("pg_temp", name)
+        old = [sql.SQL(f"i.r{self._read.index(each)}") for each in read]
+        if not self._target.table.key:
+            columns = listed(sql.SQL(f"{{}} AS r{n}").format(each) for n, each in enumerate(old))
+            self._run(
+                "CREATE TEMPORARY TABLE {name} ON COMMIT DROP AS SELECT {columns} FROM {images} i",
+                name=table,
+                columns=columns,
+            )
+            return table
+        new = [sql.SQL("t.{}").format(sql.Identifier(each)) for each in read]
+        columns = listed(
+            sql.SQL(f"CASE WHEN side.old THEN {{}} ELSE {{}} END AS r{n}").format(*pair)
+            for n, pair in enumerate(zip(old, new, strict=True))
+        )
+        self._run(
+            "CREATE TEMPORARY TABLE {name} ON COMMIT DROP AS SELECT {columns}"
+            " FROM {images} i LEFT JOIN {table} t ON {match} CROSS JOIN (VALUES (true), (false)) AS side (old)"
+            " WHERE NOT ROW(i.was, {old})::record *= ROW({exists}, {new})::record"
+            " AND CASE WHEN side.old THEN i.was ELSE {exists} END",
+            name=table,
+            columns=columns,
+            match=self._statements.equal_to(self._key("i")),
+            exists=self._exists(),
+            old=listed(old),
+            new=listed(new),
+        )
+        return table

@@ -1,0 +1,186 @@
+"""The versions of a pipeline's views in a store with transactions: which there are, and the steps that build them.
+
+A step is one transaction that holds the epoch like a unit does, so no unit is applied meanwhile. A step that a crash
+interrupts has done nothing. Until a version is built completely, readers keep seeing the former one, which still moves
+with the mirror unless a change of a table has made that impossible.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+
+from airflow_cdc_provider.engine.changes.redefinition import redefinition
+from airflow_cdc_provider.engine.core.errors import CannotFollow, ConfigError, ForeignTable
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.table import Table
+from airflow_cdc_provider.engine.views.definition import View
+from airflow_cdc_provider.engine.views.settings import ViewSettings
+from airflow_cdc_provider.engine.views.version import ViewVersion
+
+
+class ViewStore(ABC):
+    """The versions of views, in a transaction.
+
+    :param views: the views of the pipeline file.
+    :param targets: the recorded targets by label.
+    """
+
+    def __init__(self, views: Sequence[ViewSettings], targets: Mapping[str, Target]) -> None:
+        self.views = views
+        self.targets = targets
+
+    # -- provided by a store -----------------------------------------------------------------------
+
+    @abstractmethod
+    def versions(self) -> list[ViewVersion]:
+        """Return the recorded versions in the order of their numbers."""
+
+    @abstractmethod
+    def parse(self, settings: ViewSettings, tables: Mapping[str, Table]) -> View:
+        """Parse a view in the store's dialect."""
+
+    @abstractmethod
+    def checked(self, settings: ViewSettings) -> View:
+        """Parse a view, and let the store check it; the targets' tables exist.
+
+        :raises ConfigError: when it cannot be maintained.
+        """
+
+    @abstractmethod
+    def taken(self, settings: ViewSettings) -> bool:
+        """Return whether the store has a table with the name of a view."""
+
+    @abstractmethod
+    def create_record(self) -> None:
+        """Create the record of views, which records of earlier versions of the engine lack."""
+
+    @abstractmethod
+    def add(self, settings: ViewSettings, view: View) -> None:
+        """Record a version that is to be built."""
+
+    @abstractmethod
+    def resettle(self, version: ViewVersion, settings: ViewSettings) -> None:
+        """Record other settings of a version, with the same SELECT."""
+
+    @abstractmethod
+    def end(self, version: ViewVersion) -> None:
+        """Let a version no longer move with the mirror; remove it if readers do not see it yet."""
+
+    @abstractmethod
+    def is_consistent(self) -> bool:
+        """Return whether the mirror is in a state that the source once had."""
+
+    @abstractmethod
+    def begin(self, version: ViewVersion) -> None:
+        """Create the table of a version's rows, and its queue."""
+
+    @abstractmethod
+    def build(self, version: ViewVersion, count: int) -> None:
+        """Build the next range of anchors, of about ``count`` rows of the root; the last one completes the version."""
+
+    @abstractmethod
+    def exchange(self, version: ViewVersion) -> None:
+        """Give a complete version's table the view's name, and remove the former versions.
+
+        :raises Blocked: when readers keep the former table locked.
+        """
+
+    @abstractmethod
+    def drain(self, version: ViewVersion, count: int) -> bool:
+        """Recompute about ``count`` queued anchors; return whether some are left."""
+
+    # -- definitions -------------------------------------------------------------------------------
+
+    def _by_label(self) -> dict[str, list[ViewVersion]]:
+        found: dict[str, list[ViewVersion]] = {}
+        for version in self.versions():
+            found.setdefault(version.view.label, []).append(version)
+        return found
+
+    def check(self) -> None:
+        """Check the views of the file; change nothing.
+
+        :raises ConfigError: when one of them cannot be maintained.
+        :raises ForeignTable: when the name of one of them is taken.
+        """
+        recorded = self._by_label()
+        for settings in self.views:
+            self.checked(settings)
+            self._require_free(settings, recorded.get(settings.label, ()))
+
+    def _require_free(self, settings: ViewSettings, versions: Collection[ViewVersion]) -> None:
+        if not any(version.in_place for version in versions) and self.taken(settings):
+            raise ForeignTable(
+                f"view {settings.label}: the sink has a table of this name that is not the pipeline's",
+                "Drop or rename the table, or give the view another name.",
+            )
+
+    def reconcile(self) -> None:
+        """Make the versions those of the file: begin new definitions, and end views that the file no longer has.
+
+        :raises ConfigError: as :meth:`check`.
+        :raises ForeignTable: as :meth:`check`.
+        """
+        self.create_record()
+        recorded = self._by_label()
+        for settings in self.views:
+            versions = recorded.pop(settings.label, [])
+            newest = versions[-1] if versions else None
+            if newest is not None and newest.kept and newest.settings.sql == settings.sql:
+                if newest.settings != settings:
+                    self.resettle(newest, settings)
+                continue
+            try:
+                view = self.checked(settings)
+            except ConfigError:
+                if newest is not None and newest.kept:
+                    continue  # it may be meant for a change of a table that the stream has yet to follow
+                raise
+            self._require_free(settings, versions)
+            self.add(settings, view)
+            for version in versions:
+                if not version.in_place:
+                    self.end(version)
+        for versions in recorded.values():
+            for version in versions:
+                self.end(version)
+
+    def rebuild(self, labels: Collection[str]) -> None:
+        """Let the views over some tables be built again; until then they stay as they are."""
+        for versions in self._by_label().values():
+            if versions[-1].kept and versions[-1].view.columns.keys() & set(labels):
+                self._replace(versions, versions[-1].settings, versions[-1].view)
+
+    def _replace(self, versions: Sequence[ViewVersion], settings: ViewSettings, view: View) -> None:
+        self.add(settings, view)
+        for version in versions:
+            self.end(version)
+
+    def follow(self, before: Table, after: Table) -> None:
+        """Let views follow a change of a table that they read, before it is made.
+
+        A view whose columns keep type and meaning stays. Another one is built again. If it lacks a column, the file may
+        already have a definition for the changed table.
+
+        :raises CannotFollow: when a view does not fit the changed table.
+        """
+        change = redefinition(before, after)
+        changed = {column.name for column in (*change.added, *change.retyped)} | set(change.dropped)
+        changed |= {name for pair in change.renamed for name in pair}
+        tables = {label: target.table for label, target in self.targets.items()} | {after.label: after}
+        wanted = {settings.label: settings for settings in self.views}
+        for label, versions in self._by_label().items():
+            newest = versions[-1]
+            if before.label not in newest.view.columns or not newest.kept or label not in wanted:
+                continue
+            try:
+                view = self.parse(wanted[label], tables)
+            except ConfigError as e:
+                raise CannotFollow(
+                    f"view {label} cannot follow a change of {before.label}: {e.message}",
+                    f"Nothing from this change on has been applied. Change the `sql` of {label} in the pipeline file so"
+                    " that it fits the changed table, or remove the view from the file; then start again.",
+                ) from e
+            if view != newest.view or changed & set(newest.view.columns[before.label]):
+                self._replace(versions, wanted[label], view)
