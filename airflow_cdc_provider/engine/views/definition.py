@@ -61,10 +61,11 @@ class AnchorColumn:
 
 @dataclass(frozen=True)
 class Output:
-    """A column of a view: its name, and its expression."""
+    """A column of a view: its name, its expression, and the columns of source tables in it, as label and column."""
 
     name: str
     expression: str
+    columns: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,10 +104,13 @@ class View:
             pairs = tuple((own, theirs) for own, theirs in each["equalities"])
             return Alias(**{**each, "columns": tuple(each["columns"]), "equalities": pairs})
 
+        def output(each: Mapping[str, Any]) -> Output:
+            return Output(**{**each, "columns": tuple((label, column) for label, column in each.get("columns", ()))})
+
         return cls(
             **{
                 **values,
-                "outputs": tuple(Output(**each) for each in values["outputs"]),
+                "outputs": tuple(map(output, values["outputs"])),
                 "aliases": tuple(map(alias, values["aliases"])),
                 "anchor": tuple(AnchorColumn(**each) for each in values["anchor"]),
             }

@@ -66,7 +66,7 @@ class _Parser:
         return View(
             self._settings.schema,
             self._settings.name,
-            tuple(Output(name, self._sql(expression)) for name, expression in outputs),
+            tuple(Output(name, self._sql(expression), self._columns(expression)) for name, expression in outputs),
             rooted,
             self._selected(root, columns, outputs),
             self._clause(select, "where"),
@@ -176,6 +176,10 @@ class _Parser:
         column.set("table", exp.to_identifier(holders[0], quoted=True))
         column.set("this", exp.to_identifier(found, quoted=True))
         self._used[holders[0]].add(found)
+
+    def _columns(self, expression: exp.Expr) -> tuple[tuple[str, str], ...]:
+        """Return the columns of source tables in a resolved expression, sorted."""
+        return tuple(sorted({(self._scope[each.table].label, each.name) for each in expression.find_all(exp.Column)}))
 
     def _outputs(self, select: exp.Select) -> list[tuple[str, exp.Expr]]:
         outputs = [(each.output_name, each.unalias()) for each in select.selects]
