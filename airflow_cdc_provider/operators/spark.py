@@ -24,6 +24,7 @@ from airflow.sdk.exceptions import AirflowException, AirflowTaskTimeout
 
 from airflow_cdc_provider.engine.core.errors import Retry
 from airflow_cdc_provider.hooks.cdc import LoadedPipeline, airflow_failures, failure, load_pipeline
+from airflow_cdc_provider.hooks.views import ViewMarks, read_view_marks
 from airflow_cdc_provider.links.spark import SparkUiLink
 from airflow_cdc_provider.operators.base import CdcOperator
 
@@ -49,17 +50,20 @@ class Handle:
         belong to other work later.
     :param max_tries: ``max_tries`` of the task instance, which changes when it is cleared, but not on a retry.
     :param failures: number of failed jobs of this work since one of them last committed anything.
+    :param views: the marks of the views before the first job of this work; ``None`` if they have not been read.
     """
 
     submission: str
     fingerprint: str
     max_tries: int
     failures: int = 0
+    views: ViewMarks | None = None
 
     def follows(self, before: Handle | None) -> Handle:
-        """Return this handle with the number of failures of the previous one, if that belongs to the same work."""
-        same = before is not None and (before.fingerprint, before.max_tries) == (self.fingerprint, self.max_tries)
-        return replace(self, failures=before.failures) if before is not None and same else self
+        """Return this handle with failures and views of the previous one, if that belongs to the same work."""
+        if before is None or (before.fingerprint, before.max_tries) != (self.fingerprint, self.max_tries):
+            return self
+        return replace(self, failures=before.failures, views=before.views)
 
 
 class FirstAction(Enum):
@@ -101,6 +105,8 @@ class CdcSparkOperator(CdcOperator):
     """The command of the engine, a class attribute of each operator."""
     resumes_epoch: bool
     """Whether a restarted job continues under the epoch of the run; otherwise it takes a new one."""
+    moves_views = False
+    """Whether the job may move views, whose marks are then read before the first job."""
 
     def __init__(
         self,
@@ -166,7 +172,10 @@ class CdcSparkOperator(CdcOperator):
                     self._make_sure_of_end(state, job)
                 job = self._new_submission(loaded, first=handle is None)
                 hook = self._hook(loaded)
-                self._keep(context, Handle(job.id, fingerprint, max_tries).follows(handle))
+                handle = Handle(job.id, fingerprint, max_tries).follows(handle)
+                if self.moves_views and handle.views is None:
+                    handle = replace(handle, views=read_view_marks(loaded.pipeline))
+                self._keep(context, handle)
                 self._submit(hook, state, job)
             self._job, self.submission = (state, job.id), job.id
             return self._wait(context, state, job.id)
@@ -230,6 +239,11 @@ class CdcSparkOperator(CdcOperator):
         self._keep(context, replace(handle, failures=failures))
         instance = context["ti"]
         return instance.try_number > instance.max_tries and failures <= (self.retries or 0)
+
+    def views_before(self, context: Context) -> ViewMarks:
+        """Return the marks of the views before the first job of this work."""
+        known: Any = context["task_state_store"].get(_KEY)
+        return (Handle(**known).views if known else None) or {}
 
     @property
     def _pause(self) -> timedelta:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from airflow_cdc_provider.assets import CHANGED_TABLES, announce_changes
+from airflow_cdc_provider.assets import CHANGED_TABLES, announce_changes, announce_views
 from airflow_cdc_provider.engine.core.stream_end import CAUGHT_UP, Ending
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.hooks.views import read_view_marks
 from airflow_cdc_provider.operators.spark import CdcSparkOperator
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class CdcStreamOperator(CdcSparkOperator):
     part = "stream"
     # The sink cannot distinguish two streams of one epoch, so a new stream must fence one that may still be running.
     resumes_epoch = False
+    moves_views = True
 
     def __init__(self, *, until: str = CAUGHT_UP, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -49,6 +51,8 @@ class CdcStreamOperator(CdcSparkOperator):
         return {**unknown, "changes": 0, "tables": {}, "caught_up": False}
 
     def completed(self, context: Context, pipeline: Pipeline, result: Mapping[str, Any]) -> None:
-        """Add an event for each table that has changed."""
+        """Add an event for each table that has changed, and for each view that has moved since the work began."""
         super().completed(context, pipeline, result)
         announce_changes(context, pipeline.name, result)
+        marks = read_view_marks(pipeline)
+        announce_views(context, pipeline.name, self.views_before(context), marks, result["applied_lsn"])

@@ -62,7 +62,7 @@ def test_the_examples_load(tmp_path: Path) -> None:
     bag = DagBag(str(tmp_path))
 
     assert bag.import_errors == {}
-    assert set(bag.dags) == {"cdc_shop", "orders_report"}
+    assert set(bag.dags) == {"cdc_shop", "city_report", "orders_report"}
 
 
 def test_what_the_caller_says_wins(tmp_path: Path) -> None:
