@@ -150,7 +150,7 @@ format: $(INSTALLED) ## format the code and fix style problems that can be fixed
 	$(BIN)/ruff check --fix .
 
 .PHONY: demo
-demo: $(INSTALLED) java $(if $(filter mysql kafka-to-mysql,$(SINK) $(PIPELINE)),mariadb) ## run the demo in temporary servers (SINK=mysql, delta, files or kafka; PIPELINE=kafka-to-mysql or kafka-to-kafka)
+demo: $(INSTALLED) java $(if $(filter mysql kafka-to-mysql,$(SINK) $(PIPELINE)),mariadb) ## run the demo in temporary servers (SINK=mysql, delta, files or kafka; PIPELINE=wide, kafka-to-mysql or kafka-to-kafka)
 	$(BIN)/python -m demo $(if $(PIPELINE),--pipeline $(PIPELINE)) $(if $(SINK),--sink $(SINK))
 
 .PHONY: up

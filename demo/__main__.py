@@ -2,7 +2,8 @@
 
 Each demo starts its servers and a real Airflow, writes to the source, runs the Dag ``cdc_pipeline`` through Airflow's
 REST API, and finally compares source and target. :mod:`.tables` copies a Postgres shop to any kind of store,
-:mod:`.topics` builds windows of events in Kafka. Everything that a demo starts ends with it.
+:mod:`.wide` keeps views of such a copy, and :mod:`.topics` builds windows of events in Kafka. Everything that a demo
+starts ends with it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from airflow_cdc_provider.engine.core.errors import CdcError
-from demo import tables
+from demo import tables, wide
 from demo.dag_run import DagRun
 from demo.screen import Screen
 from demo.warehouse import WAREHOUSES
@@ -26,6 +27,7 @@ from demo.work_directory import work_directory
 Begin: TypeAlias = Callable[[ExitStack, Path, Screen], DagRun[Any]]
 
 SHOP = "shop"
+WIDE = "wide"
 TOPICS = ("kafka-to-mysql", "kafka-to-kafka")
 
 
@@ -33,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a demo, and return 0 if it succeeded."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.sink and options.pipeline == WIDE:
+        parser.error("--sink applies only to the shop; the wide table is in Postgres")
     if options.sink and options.pipeline != SHOP:
         parser.error(f"--sink applies only to the shop; the name {options.pipeline} includes the kind of sink")
     # Whatever signal ends this process, stop the started processes in order.
@@ -55,9 +59,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--pipeline",
-        choices=(SHOP, *TOPICS),
+        choices=(SHOP, WIDE, *TOPICS),
         default=SHOP,
-        help="copy a Postgres shop (shop, the default), or build windows of events in Kafka",
+        help="copy a Postgres shop (shop, the default), also keep views of it (wide), or build windows of Kafka events",
     )
     parser.add_argument("--sink", choices=WAREHOUSES, help="kind of store to copy the shop to (default: postgres)")
     parser.add_argument("--keep", action="store_true", help="leave everything running at the end, until Ctrl-C")
@@ -70,6 +74,8 @@ def _parser() -> argparse.ArgumentParser:
 def _demo(options: argparse.Namespace) -> Begin:
     if options.pipeline == SHOP:
         return partial(tables.begin, sink=options.sink or "postgres")
+    if options.pipeline == WIDE:
+        return wide.begin
     from demo import topic_cases, topics  # imported late, because only these demos need Kafka's client
 
     return partial(topics.begin, case=topic_cases.CASES[options.pipeline])

@@ -19,8 +19,6 @@ from demo.screen import Moment, Screen
 from demo.work_directory import DAG, DemoFailed, Stage
 from local_servers.airflow_client import FINAL_STATES, TaskState
 
-GROUPS = 2
-
 LOOK_SECONDS = 2.0
 STEP_SECONDS = 600.0
 LOG_LINES = 60
@@ -34,13 +32,17 @@ class DagRun(ABC, Generic[M]):
     """A run of the Dag whose stream runs until it is asked to stop; each kind of demo has a subclass.
 
     The constructor triggers the run.
+
+    :cvar groups: number of Spark jobs that copy at the same time.
     """
+
+    groups = 2
 
     def __init__(self, stage: Stage, screen: Screen) -> None:
         self.airflow = stage.airflow
         self.pipeline: Pipeline = stage.pipeline
         self.screen = screen
-        conf = {"pipeline": str(stage.file), "until": "forever", "groups": GROUPS}
+        conf = {"pipeline": str(stage.file), "until": "forever", "groups": self.groups}
         self._id = self.airflow.client.trigger(DAG, conf)
         screen.say(f"Triggered the Dag {DAG}: preflight, provision, plan, snapshot, stream, verify.")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeAlias
 
 import psycopg
 
@@ -169,13 +169,16 @@ STATEMENTS: Mapping[str, str] = {
     "return customer": """
         INSERT INTO shop.customers VALUES (%(customer)s, %(text)s, NULL, %(amount)s, clock_timestamp(), %(document)s,
             '{}')""",
+    "move customer": "UPDATE shop.customers SET city = 'City ' || %(number)s %% 500 WHERE id = %(customer)s",
+    "rename product": "UPDATE shop.products SET title = 'Product ' || %(new)s WHERE article = 'article ' || %(number)s",
     "savepoint": "SAVEPOINT doubt",
     "roll back": "ROLLBACK TO SAVEPOINT doubt",
 }
 
 
 # What customers and staff do, as the statements of one transaction, each with its frequency in percent.
-TRANSACTIONS: tuple[tuple[int, tuple[str, ...]], ...] = (
+Transactions: TypeAlias = tuple[tuple[int, tuple[str, ...]], ...]
+TRANSACTIONS: Transactions = (
     (14, ("insert order", "insert line", "charge")),
     (12, ("insert order", "insert line", "next line", "insert line", "charge", "edit profile")),
     (12, ("edit profile",)),
@@ -195,3 +198,16 @@ TRANSACTIONS: tuple[tuple[int, tuple[str, ...]], ...] = (
     (2, ("insert order", "savepoint", "insert line", "charge", "roll back", "insert line")),
     (1, ("advance order", "savepoint", "rename event", "roll back", "edit profile")),
 )
+
+
+# The wide table also needs products, and the city of a customer in a column.
+PRODUCTS_AND_CITIES = """
+CREATE TABLE shop.products (article text PRIMARY KEY, title text NOT NULL);
+INSERT INTO shop.products SELECT 'article ' || n, 'Product ' || n FROM generate_series(0, 4999) AS n;
+ALTER TABLE shop.customers ADD COLUMN city text;
+UPDATE shop.customers SET city = profile ->> 'city';
+ANALYZE shop.products, shop.customers;
+"""
+
+
+WIDE_TRANSACTIONS: Transactions = (*TRANSACTIONS, (6, ("move customer",)), (4, ("rename product",)))

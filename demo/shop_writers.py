@@ -22,7 +22,7 @@ import psycopg
 from psycopg import errors
 
 from airflow_cdc_provider.engine.core.errors import CdcError
-from demo.shop import STATEMENTS, TOASTED_EVERY, TRANSACTIONS
+from demo.shop import STATEMENTS, TOASTED_EVERY, TRANSACTIONS, Transactions
 
 
 class WritersFailed(CdcError):
@@ -50,18 +50,20 @@ class _Sizes:
 class _Writer:
     """One connection's share of the work; the seed determines its choices."""
 
-    def __init__(self, connection: psycopg.Connection[Any], sizes: _Sizes, seed: int, index: int, writers: int) -> None:
+    def __init__(self, connection: psycopg.Connection[Any], sizes: _Sizes, work: _Work, index: int) -> None:
         self._connection = connection
         self._sizes = sizes
-        self._random = random.Random(seed * 1000 + index)
-        self._label = f"~{seed}.{index}"
+        self._transactions = work.transactions
+        self._random = random.Random(work.seed * 1000 + index)
+        self._label = f"~{work.seed}.{index}"
         # Each writer starts at its own index and counts in steps of the number of writers, so new keys never collide.
         self._new = max(sizes.customers, sizes.orders) + index
-        self._step = writers
+        self._step = work.connections
 
     def transact(self) -> bool:
         """Run one transaction, and return whether it was committed; a conflict may abort it."""
-        chosen = self._random.choices(TRANSACTIONS, weights=[weight for weight, _ in TRANSACTIONS])[0][1]
+        weights = [weight for weight, _ in self._transactions]
+        chosen = self._random.choices(self._transactions, weights)[0][1]
         values = self._draw()
         try:
             with self._connection.transaction():
@@ -128,6 +130,7 @@ class _Work:
     rate: float
     connections: int
     seed: int
+    transactions: Transactions
 
 
 def _write(work: _Work, index: int, halt: threading.Event, count: Callable[[], None]) -> None:
@@ -135,7 +138,7 @@ def _write(work: _Work, index: int, halt: threading.Event, count: Callable[[], N
     with psycopg.connect(
         work.dsn, autocommit=True, application_name="shop writer", client_encoding="UTF8"
     ) as connection:
-        writer = _Writer(connection, _Sizes.read(connection), work.seed, index, work.connections)
+        writer = _Writer(connection, _Sizes.read(connection), work, index)
         pace = _Pace(work.connections / work.rate)
         while not halt.wait(pace.delay()):
             if writer.transact():
@@ -179,15 +182,24 @@ class Writers:
     process, a script that uses it needs the ``if __name__ == "__main__"`` guard.
 
     :param rate: transactions per second of all connections together.
+    :param transactions: what they do, each with its frequency.
     """
 
-    def __init__(self, dsn: str, rate: float = 300.0, connections: int = 4, seed: int = 1) -> None:
+    def __init__(
+        self,
+        dsn: str,
+        rate: float = 300.0,
+        connections: int = 4,
+        seed: int = 1,
+        transactions: Transactions = TRANSACTIONS,
+    ) -> None:
+        work = _Work(dsn, rate, connections, seed, transactions)
         context = multiprocessing.get_context("spawn")
         self._control, theirs = context.Pipe()
         self._theirs: Connection | None = theirs
         self._committed: Synchronized[int] = context.Value("Q", 0)
         self._process: SpawnProcess = context.Process(
-            target=_run, args=(_Work(dsn, rate, connections, seed), self._committed, theirs), name="shop writers"
+            target=_run, args=(work, self._committed, theirs), name="shop writers"
         )
         self._process.daemon = True
 

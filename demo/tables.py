@@ -63,18 +63,19 @@ class ShopStage(Stage):
 
 
 def set_stage(
-    started: ExitStack, directory: Path, screen: Screen, sink: str = "postgres", scale: float = 1.0
+    started: ExitStack, directory: Path, screen: Screen, sink: str = "postgres", scale: float = 1.0, views: str = ""
 ) -> ShopStage:
     """Start servers and Airflow, and fill the shop.
 
     :param started: stops everything when it is closed.
     :param sink: kind of the warehouse, one of :data:`.WAREHOUSES`.
     :param scale: size of the shop, 1 for a million rows.
+    :param views: further lines of the pipeline file's ``sink`` section.
     """
     server = start_server(started, directory / "source", "shop")
     source, warehouse = server.dsn("shop"), WAREHOUSES[sink](started, directory / "target")
     screen.say(f"The source is Postgres {POSTGRES} on port {server.port}, the target {warehouse.place}.")
-    file = write_pipeline(directory, "shop", PIPELINE, sink=warehouse.section)
+    file = write_pipeline(directory, "shop", PIPELINE, sink=warehouse.section + views)
     connections = {"shop_source": source, **warehouse.connections}
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(_load, source, screen.say, scale)
@@ -180,11 +181,19 @@ class ShopRun(DagRun[ShopMoment]):
         return ShopMoment(status, run, tasks, self._writers.transactions)
 
     def perform(self) -> bool:
-        course = self._follow()
-        verified = self.verify()
-        outcome = Outcome(replace(course, end=self.look()), verified, self.jobs(), self.screen.seconds)
+        outcome = self.outcome()
         equal = "every row of the source is in the target, and no other row."
         return self.conclude(summary(outcome), outcome.problems, equal)
+
+    def outcome(self) -> Outcome:
+        """Follow the run to its end, and compare source and target."""
+        course = self._follow()
+        verified = self.verify()
+        return Outcome(replace(course, end=self.look()), verified, self.jobs(), self.screen.seconds)
+
+    def live(self) -> list[ShopMoment]:
+        """Follow the live stream for some time."""
+        return self.some_time(LIVE_SECONDS)
 
     def _follow(self) -> Course:
         say = self.screen.say
@@ -194,7 +203,7 @@ class ShopRun(DagRun[ShopMoment]):
         say(f"The snapshot is finished: {copied.chunks[1]} chunks. The stream applies the changes made meanwhile.")
         self.until("a consistent copy", lambda moment: moment.live)
         say("The copy is consistent: from now on it always equals a recent state of the source.")
-        live = self.some_time(LIVE_SECONDS)
+        live = self.live()
         self._writers.stop()
         with connected(postgres_settings(self.pipeline).dsn) as source:
             marker = slots.emit_marker(source, "demo")

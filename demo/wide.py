@@ -1,0 +1,186 @@
+"""The demo of views: a wide table and an aggregate that move with the mirror while customers buy and move.
+
+From the moment when the views are built, they are compared with their SELECTs, again and again and at the end, each
+time in one MVCC snapshot of the sink.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from textwrap import indent
+
+import psycopg
+
+from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.sinks.postgres.view_record import has_views, read_versions
+from airflow_cdc_provider.engine.views.version import ViewVersion
+from demo import shop, shop_writers, tables
+from demo.screen import Comparison, Screen, comparison_table, facts
+from demo.tables import ShopMoment, ShopRun, ShopStage
+
+SCALE = 0.1
+TRANSACTIONS_PER_SECOND = 100.0
+PAUSE_SECONDS = 0.2
+"""Seconds between two comparisons."""
+
+INTRODUCTION = """\
+This demo copies a shop of 100,000 rows from Postgres to another Postgres, and keeps two views of the copy: a wide
+table of order lines, and the sales of each city. Customers buy and move, and products are renamed. The views are
+compared with their SELECTs all the time. This takes about two minutes, and everything started here is stopped at
+the end.
+"""
+
+VIEWS: Mapping[str, str] = {
+    "dwd.lines_wide": """\
+SELECT l.order_no, l.line_no, o.status, c.name AS customer, c.city, p.title AS product, l.price
+FROM shop.order_lines AS l
+JOIN shop.orders AS o ON o.order_no = l.order_no
+LEFT JOIN shop.customers AS c ON c.id = o.customer_id
+LEFT JOIN shop.products AS p ON p.article = l.article
+""",
+    "dws.city_sales": """\
+SELECT c.city, count(*) AS orders, sum(o.total) AS total
+FROM shop.customers AS c
+JOIN shop.orders AS o ON o.customer_id = c.id
+GROUP BY c.city
+""",
+}
+
+# Rows are compared as text, because 1.0 and 1.00 are equal as numbers.
+_COMPARE = """
+WITH wanted AS MATERIALIZED (SELECT s::text AS line FROM ({select}) AS s),
+found AS MATERIALIZED (SELECT v::text AS line FROM {view} AS v)
+SELECT (SELECT count(*) FROM wanted), (SELECT count(*) FROM found),
+    (SELECT count(*) FROM (TABLE wanted EXCEPT ALL TABLE found) AS lacking)
+        + (SELECT count(*) FROM (TABLE found EXCEPT ALL TABLE wanted) AS extra)
+"""
+
+
+def section(views: Mapping[str, str]) -> str:
+    """Return the lines of the pipeline file that define views."""
+    texts = (f"    {name}:\n      sql: |\n{indent(text, ' ' * 8)}" for name, text in views.items())
+    return f"  views:\n{''.join(texts)}"
+
+
+@dataclass
+class Comparer:
+    """Compares views with their SELECTs.
+
+    :param dsn: address of the sink, whose mirror tables have the names of the source's.
+    :param rounds: number of comparisons of all views.
+    :param states: the applied LSNs at which they were compared.
+    :param different: descriptions of differences.
+    :param latest: the result of the latest comparison.
+    """
+
+    dsn: str
+    views: Mapping[str, str]
+    rounds: int = 0
+    states: set[str] = field(default_factory=set)
+    different: list[str] = field(default_factory=list)
+    latest: Sequence[Comparison] = ()
+
+    def compare(self) -> None:
+        """Compare all views in one snapshot."""
+        with psycopg.connect(self.dsn, client_encoding="UTF8") as connection:
+            connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+            ((state,),) = connection.execute("SELECT applied_lsn::text FROM airflow_cdc.pipelines").fetchall()
+            self.latest = [self._compare(connection, name, state) for name in self.views]
+        self.rounds += 1
+        self.states.add(state)
+
+    def _compare(self, connection: psycopg.Connection, name: str, state: str) -> Comparison:
+        query = _COMPARE.format(select=self.views[name], view=name)
+        ((wanted, found, different),) = connection.execute(query.encode()).fetchall()
+        if different:
+            self.different.append(f"{different} rows of {name} differ from its SELECT at {state}")
+        return Comparison(name, wanted, found, not different)
+
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Compare again and again during the block."""
+        halt = threading.Event()
+
+        def repeat() -> None:
+            while not halt.wait(PAUSE_SECONDS):
+                self.compare()
+
+        with ThreadPoolExecutor(1) as pool:
+            comparing = pool.submit(repeat)
+            try:
+                yield
+            finally:
+                halt.set()
+            comparing.result()
+
+
+def begin(started: ExitStack, directory: Path, screen: Screen) -> WideRun:
+    """Set the stage, start the writers, and trigger the Dag."""
+    screen.print(INTRODUCTION)
+    stage = tables.set_stage(started, directory, screen, scale=SCALE, views=section(VIEWS))
+    with psycopg.connect(stage.source, client_encoding="UTF8") as connection:
+        connection.execute(shop.PRODUCTS_AND_CITIES)
+    screen.print(f"\n{stage.file}:\n\n{stage.file.read_text(encoding='utf-8')}")
+    writers = shop_writers.Writers(stage.source, TRANSACTIONS_PER_SECOND, transactions=shop.WIDE_TRANSACTIONS)
+    started.enter_context(writers)
+    screen.say(f"Customers are now buying and moving: {TRANSACTIONS_PER_SECOND:.0f} transactions per second.")
+    return WideRun(stage, screen, writers)
+
+
+class WideRun(ShopRun):
+    """The run that keeps views of the shop."""
+
+    groups = 1
+
+    def __init__(self, stage: ShopStage, screen: Screen, writers: shop_writers.Writers) -> None:
+        super().__init__(stage, screen, writers)
+        self._sink = stage.warehouse.address
+        self._comparer = Comparer(self._sink, VIEWS)
+
+    def live(self) -> list[ShopMoment]:
+        self.until("the views", lambda moment: self._built())
+        self.screen.say(
+            "The views are built: from now on they move with the copy, and are compared with their SELECTs."
+        )
+        with self._comparer.repeating():
+            return super().live()
+
+    def perform(self) -> bool:
+        outcome = self.outcome()
+        self._comparer.compare()
+        text = wide_summary(tables.summary(outcome), self._comparer, self._versions())
+        problems = [*outcome.problems, *self._comparer.different]
+        return self.conclude(text, problems, "each view was its SELECT in every snapshot, and the copy is the source.")
+
+    def _versions(self) -> list[ViewVersion]:
+        with connected(self._sink) as connection:
+            return read_versions(connection, self.pipeline.name) if has_views(connection) else []
+
+    def _built(self) -> bool:
+        return {version.view.label for version in self._versions() if version.in_place} == set(VIEWS)
+
+
+def wide_summary(summary: str, comparer: Comparer, versions: Sequence[ViewVersion]) -> str:
+    """Return the summary of the copy, followed by that of the views."""
+    compared = comparison_table(("view", "rows of its SELECT", "rows"), comparer.latest)
+    told = [
+        (
+            "comparisons",
+            f"{comparer.rounds:,} of each view, in {len(comparer.states):,} states of the copy,"
+            f" {len(comparer.different):,} with differences",
+        )
+    ]
+    for version in versions:
+        milliseconds = 1000 * version.seconds / max(version.units, 1)
+        told.append(
+            (
+                version.view.name,
+                f"{version.units:,} units with {version.anchors:,} anchors, {milliseconds:.1f} ms a unit",
+            )
+        )
+    return f"{summary}\n\n{compared}\n\n{facts(told)}"
