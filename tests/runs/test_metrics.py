@@ -177,7 +177,9 @@ def test_an_address_in_use_ends_no_job_and_a_missing_package_is_told(
 def test_the_metrics_are_those_of_the_documentation() -> None:
     """The report has everything: a stream and a snapshot at once."""
     gauges = dict.fromkeys(metrics._GAUGES, 1)
+    view = {"view": "v", "built_percent": 50.0, "queued": 1, "behind": True, "anchors": 1, "seconds": 0.5}
     report = gauges | {"restarts": 0, "slot": {"retained_bytes": 1}, "tables": {"t": 1}, "finished": 1, "rows": 1}
+    report["views"] = [view]
     collected = metrics._ProgressCollector("shop", "stream", 1, lambda: report).collect()
     served = {sample.name for family in collected for sample in family.samples}
     table = (

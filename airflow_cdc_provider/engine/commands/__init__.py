@@ -15,8 +15,17 @@ from airflow_cdc_provider.engine.core.signals import deferred
 if TYPE_CHECKING:
     from airflow_cdc_provider.engine.commands.comparing import verify
     from airflow_cdc_provider.engine.commands.copying import snapshot, unfinished
+    from airflow_cdc_provider.engine.commands.explaining import explain
     from airflow_cdc_provider.engine.commands.following import stream
-    from airflow_cdc_provider.engine.commands.lifecycle import drop, findings_dict, maintain, preflight, skip, stop
+    from airflow_cdc_provider.engine.commands.lifecycle import (
+        drop,
+        drop_views,
+        findings_dict,
+        maintain,
+        preflight,
+        skip,
+        stop,
+    )
     from airflow_cdc_provider.engine.commands.pipeline_status import status
     from airflow_cdc_provider.engine.commands.provisioning import provision
     from airflow_cdc_provider.engine.commands.repair import resnapshot, start_over
@@ -26,6 +35,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "Report": "report",
     "drop": "lifecycle",
+    "drop_views": "lifecycle",
+    "explain": "explaining",
     "findings_dict": "lifecycle",
     "maintain": "lifecycle",
     "preflight": "lifecycle",
@@ -45,6 +56,8 @@ _HOMES = {
 __all__ = [
     "Report",
     "drop",
+    "drop_views",
+    "explain",
     "findings_dict",
     "maintain",
     "preflight",

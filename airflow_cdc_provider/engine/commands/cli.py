@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from airflow_cdc_provider import __version__
+from airflow_cdc_provider.engine.commands.view_output import explanation_text, view_results_text, view_states_text
 from airflow_cdc_provider.engine.core import signals
 from airflow_cdc_provider.engine.core.chunk_ranges import Range, parse_chunks
 from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError, ExitCode, Interrupted, values_hidden
@@ -188,6 +189,8 @@ def _parser() -> argparse.ArgumentParser:
     command("stop", "Ask the running job to end after its current unit.", writes=False)
     command("status", "Show the state of the pipeline.", writes=False)
     command("verify", "Compare source and sink.", writes=False)
+    explain = command("explain", "Show what keeps a view equal to its SELECT, and what that costs.", writes=False)
+    explain.add_argument("view", metavar="VIEW", help="the view's name, such as dwd.orders")
     maintain = command("maintain", "Merge small files of sinks, and remove replaced files.", writes=False)
     maintain.add_argument(
         "--retention", type=_duration, metavar="DURATION", help="how long replaced files are kept, such as '8h'"
@@ -203,7 +206,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N|FIRST-LAST",
         help="one message or a range of messages; may be repeated",
     )
-    drop = command("drop", "Remove slot, publication, state and commit record, but no target tables.")
+    drop = command("drop", "Remove slot, publication, state and commit record, but no target tables or views.")
+    drop.add_argument(
+        "--views", action="store_true", help="instead drop the tables of views that the file no longer has"
+    )
     drop.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     drop.add_argument("--source-gone", action="store_true", help="continue even if the source cannot be reached")
     resnapshot = command("resnapshot", "Read tables again.")
@@ -275,7 +281,10 @@ def _status(result: dict[str, Any]) -> str:
     for error in _different(result["attention"], result["last_error"]):
         lines.append(f"error    {error['message']}. {error['solution']}")
     chunks = [[t["table"], f"{t['finished']}/{t['chunks']}", f"{t['rows']:,}"] for t in result["tables"]]
-    return "\n".join([*lines, text_table(["table", "chunks", "rows"], chunks)])
+    lines.append(text_table(["table", "chunks", "rows"], chunks))
+    if result["views"]:
+        lines += ["", view_states_text(result["views"])]
+    return "\n".join(lines)
 
 
 def _different(attention: dict[str, Any] | None, last: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -316,6 +325,8 @@ def _verify(result: dict[str, Any]) -> str:
         for t in result["tables"]
         for d in t["differences"]
     ]
+    if result["views"]:
+        lines += view_results_text(result["views"])
     if result["not_compared"]:
         lines.append(f"Not compared, because they are changelogs without a key: {', '.join(result['not_compared'])}.")
     lines += [
@@ -367,6 +378,7 @@ _HUMAN: dict[str, Callable[[dict[str, Any]], str]] = {
     "resnapshot": _resnapshot,
     "status": _status,
     "verify": _verify,
+    "explain": explanation_text,
     "provision": _provision,
     "maintain": _maintain,
     "preflight": lambda result: f"All {len(result['findings'])} checks passed.",

@@ -1,4 +1,4 @@
-"""``verify``: compares source and sink, table by table."""
+"""``verify``: compares source and sink, table by table, and each view with its SELECT."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from airflow_cdc_provider.engine.commands.attention import noting_errors
 from airflow_cdc_provider.engine.commands.pipeline_status import converting_sinks
 from airflow_cdc_provider.engine.commands.report import Report, silent
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.runs.commit_records import existing_record
-from airflow_cdc_provider.engine.sources.contract import source_of
+from airflow_cdc_provider.engine.runs.commit_records import existing_record, sink_of
+from airflow_cdc_provider.engine.sinks.contract import ShowsViews
+from airflow_cdc_provider.engine.sources.contract import TellTable, source_of
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.heartbeat import is_streaming
 
 
 def verify(pipeline: Pipeline, *, report: Report = silent) -> dict[str, Any]:
-    """Compare source and sink, table by table."""
+    """Compare source and sink, table by table, and each view with its SELECT over the mirror."""
 
     def report_progress(table: str, done: int, total: int) -> None:
         report("verify", {"table": table, "done": done, "total": total})
@@ -23,4 +24,23 @@ def verify(pipeline: Pipeline, *, report: Report = silent) -> dict[str, Any]:
     with noting_errors(pipeline, "verify", ends_run=False):
         existing_record(pipeline)  # without a record there is nothing to compare
         live = is_streaming(State(pipeline.state))
-        return source_of(pipeline).verify(live, report_progress) | {"converting": converting_sinks(pipeline)}
+        result = source_of(pipeline).verify(live, report_progress)
+        views = _compare_views(pipeline, report_progress)
+        return {
+            **result,
+            "equal": result["equal"] and all(view["equal"] for view in views),
+            "views": views,
+            "converting": converting_sinks(pipeline),
+        }
+
+
+def _compare_views(pipeline: Pipeline, report: TellTable) -> list[dict[str, Any]]:
+    """Compare the views of all sinks with their SELECTs over the mirrors."""
+    views = []
+    for branch in pipeline.branches:
+        sink = sink_of(branch)
+        place = {"sink": branch.sink.place} if len(pipeline.sinks) > 1 else {}
+        for result in sink.compare_views() if isinstance(sink, ShowsViews) else ():
+            report(result.view, 1, 1)
+            views.append(result.as_dict() | place)
+    return views

@@ -76,12 +76,17 @@ def _show(findings: Sequence[Finding], options: argparse.Namespace) -> None:
 
 
 def _drop(pipeline: Pipeline, options: argparse.Namespace, report: commands.Report) -> dict[str, Any]:
+    what = "Drop the tables of views that the file no longer has, in"
+    if not options.views:
+        what = "Remove slot, publication, state and commit record of"
     if not options.yes:
         if not sys.stdin.isatty():
             raise ConfigError("drop needs a confirmation", "Add --yes.")
-        answer = input(f"Remove slot, publication, state and commit record of {pipeline.name}? Type its name: ")
+        answer = input(f"{what} {pipeline.name}? Type its name: ")
         if answer.strip() != pipeline.name:
             raise ConfigError("drop was not confirmed", "Type the pipeline's name, or add --yes.")
+    if options.views:
+        return commands.drop_views(pipeline)
     return commands.drop(pipeline, takeover=options.takeover, source_gone=options.source_gone)
 
 
@@ -94,6 +99,7 @@ _HANDLERS: dict[str, Handler] = {
     "stop": lambda p, o, r: commands.stop(p),
     "status": lambda p, o, r: commands.status(p),
     "verify": lambda p, o, r: commands.verify(p, report=r),
+    "explain": lambda p, o, r: commands.explain(p, o.view),
     "maintain": lambda p, o, r: commands.maintain(p, o.retention),
     "skip": lambda p, o, r: commands.skip(p, o.topic, o.partition, o.offset, takeover=o.takeover),
     "drop": _drop,

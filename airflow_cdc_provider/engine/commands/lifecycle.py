@@ -11,7 +11,9 @@ from airflow_cdc_provider.engine.core.findings import Finding, require
 from airflow_cdc_provider.engine.pipeline.kinds import MaintainedSink
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.pipeline.registry import sink_plugin
+from airflow_cdc_provider.engine.runs.commit_records import sink_of
 from airflow_cdc_provider.engine.runs.run_errors import request_stop
+from airflow_cdc_provider.engine.sinks.contract import ShowsViews
 from airflow_cdc_provider.engine.sources.contract import source_of
 from airflow_cdc_provider.engine.state.files import State
 
@@ -72,9 +74,15 @@ def maintain(pipeline: Pipeline, retention: float | None = None) -> dict[str, An
 
 
 def drop(pipeline: Pipeline, *, takeover: bool = False, source_gone: bool = False) -> dict[str, Any]:
-    """Remove slot, publication, state, commit record and staging, but no target tables.
+    """Remove slot, publication, state, commit record and staging, but no target tables and no views.
 
     :param source_gone: whether to continue if the source cannot be reached; the result's ``left`` then has the SQL that
         removes the leftover objects at the source.
     """
     return {"dropped": pipeline.name, "left": source_of(pipeline).remove(takeover, source_gone)}
+
+
+def drop_views(pipeline: Pipeline) -> dict[str, Any]:
+    """Remove the views that the file no longer has, with their tables; the pipeline and its jobs continue."""
+    sinks = [sink_of(branch) for branch in pipeline.branches]
+    return {"views": [label for sink in sinks if isinstance(sink, ShowsViews) for label in sink.drop_views()]}

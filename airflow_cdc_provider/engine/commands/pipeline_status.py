@@ -18,6 +18,7 @@ from airflow_cdc_provider.engine.core.record import Record, require_kind
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.commit_records import sink_of
 from airflow_cdc_provider.engine.runs.run_errors import last_error
+from airflow_cdc_provider.engine.runs.view_states import branch_view_states
 from airflow_cdc_provider.engine.sinks.all_records import merged
 from airflow_cdc_provider.engine.sources.contract import SourceStatus, blocking_error, source_of
 from airflow_cdc_provider.engine.state.chunk_progress import chunk_grid
@@ -36,12 +37,15 @@ def status(pipeline: Pipeline) -> dict[str, Any]:
     unreachable: dict[str, Any] = {}
     record: Record | None = None
     records: dict[str, Record | None] = {}
+    views: list[dict[str, Any]] = []
+    several = len(pipeline.sinks) > 1
     for branch in pipeline.branches:
         place = branch.sink.place
         try:
             records[place] = sink_of(branch).record()
+            views += [state | ({"sink": place} if several else {}) for state in branch_view_states(branch)]
         except ConnectionFailed as e:
-            unreachable["sink" if len(pipeline.sinks) == 1 else f"sink {place}"] = e
+            unreachable[f"sink {place}" if several else "sink"] = e
     known = [record for record in records.values() if record is not None]
     if len(known) == len(pipeline.sinks):
         record = merged(known)
@@ -83,6 +87,7 @@ def status(pipeline: Pipeline) -> dict[str, Any]:
             for place, each in records.items()
         ],
         "tables": _tables(record, beats) if record else [],
+        "views": views,
         "jobs": [{"part": beat.part, "epoch": beat.epoch, **beat.progress} for beat in beats],
         "restart": restart,
         "waiting": next((beat.progress["waiting"] for beat in beats if "waiting" in beat.progress), None),

@@ -1,18 +1,22 @@
 """Serves the metrics of a running job for Prometheus from its driver, if the pipeline file enables it.
 
-This module counts nothing itself: a scrape reads the progress that the job reports at that moment.
+This module counts nothing itself: a scrape reads the progress that the job reports at that moment. For the views of a
+stream it asks the sinks; if one cannot be reached, the scrape has no metrics of views.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS
+from airflow_cdc_provider.engine.runs.view_states import view_states, views_in_file
+from airflow_cdc_provider.engine.state.heartbeat import STREAM
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -28,6 +32,15 @@ _GAUGES = {
     "eta_seconds": "Seconds until the snapshot job is done, if it continues at its rate so far.",
 }
 """Help texts by the name in the job's progress."""
+_VIEW_GAUGES = {
+    "view_built_ratio": "Share of the rows of the view's first table for which the view is built.",
+    "view_queued": "Entries in the queue of rows to compute again.",
+    "view_behind": "1 if readers of the view do not see all changes that the sink has applied.",
+}
+_VIEW_COUNTERS = {
+    "view_anchors": "Rows or groups of the view that units have affected.",
+    "view_seconds": "Seconds that units spent on the view.",
+}
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +75,12 @@ def serving(pipeline: Pipeline, part: str, epoch: int, report: Callable[[], Mapp
 
     host, port = pipeline.metrics.prometheus
     registry = CollectorRegistry()
-    registry.register(_ProgressCollector(pipeline.name, part, epoch, report))
+    views = part == STREAM and any(views_in_file(branch) for branch in pipeline.branches)
+
+    def reported() -> Mapping[str, Any]:
+        return {**report(), "views": _view_states(pipeline) if views else ()}
+
+    registry.register(_ProgressCollector(pipeline.name, part, epoch, reported))
     try:
         server, thread = start_http_server(port, host, registry)
     except OSError as e:
@@ -75,6 +93,12 @@ def serving(pipeline: Pipeline, part: str, epoch: int, report: Callable[[], Mapp
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def _view_states(pipeline: Pipeline) -> Sequence[Mapping[str, Any]]:
+    with suppress(CdcError, *DRIVER_ERRORS):
+        return view_states(pipeline)
+    return ()
 
 
 class _ProgressCollector:
@@ -117,6 +141,30 @@ class _ProgressCollector:
         if "tables" in report:
             changes: dict[tuple[str, ...], float] = {(table,): count for table, count in report["tables"].items()}
             yield counter("changes", "Changes committed by the job, by source table.", changes, "table")
+        views: Sequence[Mapping[str, Any]] = report.get("views", ())
+        if views:
+            yield from self._of_views(views)
         if "finished" in report:
             yield counter("chunks_finished", "Chunks that the snapshot job has copied.", {(): report["finished"]})
             yield counter("rows_copied", "Rows that the snapshot job has written.", {(): report["rows"]})
+
+    def _of_views(self, views: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
+        from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+
+        names = [*self._labels, "view"]
+        values: dict[str, Callable[[Mapping[str, Any]], float]] = {
+            "view_built_ratio": lambda view: view["built_percent"] / 100,
+            "view_queued": lambda view: view["queued"],
+            "view_behind": lambda view: int(view["behind"]),
+            "view_anchors": lambda view: view["anchors"],
+            "view_seconds": lambda view: view["seconds"],
+        }
+        families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+        for name, text in _VIEW_GAUGES.items():
+            families[name] = GaugeMetricFamily(f"airflow_cdc_{name}", text, labels=names)
+        for name, text in _VIEW_COUNTERS.items():
+            families[name] = CounterMetricFamily(f"airflow_cdc_{name}", text, labels=names)
+        for name, family in families.items():
+            for view in views:
+                family.add_metric([*self._labels.values(), view["view"]], values[name](view))
+            yield family

@@ -29,6 +29,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import pyarrow as pa
 
 from airflow_cdc_provider.engine.comparison.side import RowKey, Sides
+from airflow_cdc_provider.engine.comparison.view_result import ViewResult
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.effect import Effect
 from airflow_cdc_provider.engine.core.lsn import LogPosition
@@ -38,6 +39,9 @@ from airflow_cdc_provider.engine.core.source_rows import SourceRows
 from airflow_cdc_provider.engine.postgres.connection import Connection
 from airflow_cdc_provider.engine.postgres.server_identity import ServerIdentity
 from airflow_cdc_provider.engine.sinks.staged import CopiedChunk, Staged, StagedPiece
+from airflow_cdc_provider.engine.views.explanation import ViewExplanation
+from airflow_cdc_provider.engine.views.recorded import RecordedViews
+from airflow_cdc_provider.engine.views.settings import ViewSettings
 from airflow_cdc_provider.engine.views.version import ViewVersion
 
 
@@ -96,6 +100,32 @@ class KeepsViews(Protocol):
 
     def view_versions(self) -> Sequence[ViewVersion]:
         """Return the recorded versions of the views."""
+
+
+@runtime_checkable
+class ShowsViews(Protocol):
+    """A sink whose views can be shown, compared, explained and dropped by commands."""
+
+    def recorded_views(self) -> RecordedViews | None:
+        """Return the views in the commit record, from one snapshot; ``None`` if there are none."""
+
+    def compare_views(self) -> Iterator[ViewResult]:
+        """Compare the rows of each recorded view with its SELECT, both from one snapshot; a stream may run meanwhile.
+
+        Anchors in the queue and those that are not built yet are left out and counted.
+
+        :raises UnknownTable: when the table of a view does not exist.
+        """
+
+    def explain_view(self, settings: ViewSettings, targets: Sequence[Target]) -> ViewExplanation:
+        """Explain the upkeep of a view; without the target tables only what its SELECT tells.
+
+        :param targets: the targets that the view may read.
+        :raises ConfigError: when the view cannot be maintained.
+        """
+
+    def drop_views(self) -> Sequence[str]:
+        """Drop the tables and the records of views that the file no longer has, between units; return their labels."""
 
 
 class CommitRecord(Protocol):

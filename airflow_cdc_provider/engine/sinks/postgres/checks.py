@@ -48,6 +48,7 @@ from airflow_cdc_provider.engine.sinks.postgres.prepared_tables import (
 )
 from airflow_cdc_provider.engine.sinks.postgres.settings import PostgresSettings
 from airflow_cdc_provider.engine.sinks.postgres.target_tables import wanted_columns
+from airflow_cdc_provider.engine.sinks.postgres.view_preflight import check_views
 
 _SCHEMA = "airflow_cdc"
 _RECORDS = ("pipelines", "tables", "chunks")
@@ -85,6 +86,8 @@ def check(
                 checks.run("target obstacles", partial(_obstacles, sink, settings.mode, pipeline, targets))
                 checks.run("target constraints", partial(_constraints, sink, settings.mode, pipeline, targets))
                 checks.run("target code", partial(_code_of_others, sink, settings.mode, pipeline, targets))
+                if checks.passed("target tables", "target obstacles"):
+                    check_views(checks, sink, settings, pipeline, _recorded_targets(sink, pipeline, targets))
 
 
 def check_server(dsn: str, mode: Mode = "mirror") -> list[Finding]:

@@ -1,0 +1,194 @@
+"""Compares the rows of a view with its SELECT, in one snapshot of a Postgres sink.
+
+One snapshot shows view and mirror at the same commit, so the comparison is exact while a stream runs. Rows are compared
+as bags, by the exact texts of their values: for each anchor and row, the copies in the view and in the SELECT are
+counted in one pass. Sums of floating-point numbers depend on the order of the rows, so floating-point columns of a
+grouped view may differ by a relative error of 1e-9.
+
+A snapshot does not protect against the exchange of the view's table, or against a change of its definition. Therefore
+all tables are locked, in the weakest mode, before the snapshot is taken. The locks are not waited for, since a session
+that holds locks of other tables meanwhile could end in a deadlock with a unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import psycopg2
+from psycopg2 import sql
+
+from airflow_cdc_provider.engine.comparison.compare import NAMED, Difference
+from airflow_cdc_provider.engine.comparison.view_result import ViewResult
+from airflow_cdc_provider.engine.core.errors import UnknownTable
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.postgres.connection import Connection, rows, scalar
+from airflow_cdc_provider.engine.postgres.lock_holders import CONTROL_LOCK_SECONDS
+from airflow_cdc_provider.engine.sinks.postgres.view_record import read_versions
+from airflow_cdc_provider.engine.sinks.postgres.view_rows import ViewRows, listed
+from airflow_cdc_provider.engine.views.version import ViewVersion
+
+_FLOATS = """
+SELECT attname::text FROM pg_attribute
+WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped
+  AND atttypid IN ('float4'::regtype, 'float8'::regtype)
+"""
+# Of the sizes for which neither the product nor the difference exceeds the type's range.
+_CLOSE = """
+CASE WHEN {wanted} IS NOT DISTINCT FROM {stored} THEN true
+WHEN greatest(abs({wanted}), abs({stored})) BETWEEN 1e-290 AND 1e300
+THEN coalesce(abs({wanted} - {stored}) <= 1e-9 * greatest(abs({wanted}), abs({stored})), false)
+ELSE false END
+"""
+_COMPARED = """
+WITH anchors AS MATERIALIZED (
+    SELECT {keys}, sum(wanted) AS wanted, sum(stored) AS stored, bool_or(queued) AS queued,
+           bool_or(unbuilt) AS unbuilt, bool_or(different) AS different
+    FROM (
+        SELECT {keys}, wanted, stored, queued, unbuilt, wanted <> stored OR NOT ({close}) AS different
+        FROM (
+            SELECT {keys}, count(*) FILTER (WHERE side = 1) AS wanted, count(*) FILTER (WHERE side = 2) AS stored,
+                   bool_or(side = 3) AS queued, bool_or(unbuilt) AS unbuilt {floats}
+            FROM (SELECT {wanted}, 1 AS side, NOT {built} AS unbuilt FROM ({select}) r
+                  UNION ALL SELECT {stored}, 2, false FROM {relation} r
+                  UNION ALL SELECT {waiting}, 3, false FROM {queue} r) AS sides
+            GROUP BY {keys}, texts
+        ) AS bags
+    ) AS compared
+    GROUP BY {keys}
+    HAVING bool_or(different) OR bool_or(queued) OR bool_or(unbuilt)
+)
+SELECT count(*) FILTER (WHERE queued), count(*) FILTER (WHERE unbuilt AND NOT queued),
+       count(*) FILTER (WHERE different AND NOT queued AND NOT unbuilt), NULL::text[], NULL FROM anchors
+UNION ALL
+(SELECT NULL, NULL, NULL, ARRAY[{key_texts}],
+        CASE WHEN stored = 0 THEN 'missing' WHEN wanted = 0 THEN 'extra' ELSE 'different' END
+ FROM anchors WHERE different AND NOT queued AND NOT unbuilt
+ ORDER BY 4 LIMIT {limit})
+"""
+
+
+def compare_view(
+    connection: Connection, pipeline: str, targets: Mapping[str, Target], version: ViewVersion
+) -> ViewResult | None:
+    """Compare a view with its SELECT.
+
+    :param connection: an autocommit connection to the sink.
+    :param targets: the recorded targets by label.
+    :param version: the version of the view that readers see, or that is being built.
+    :returns: ``None`` if the view is not recorded any more.
+    :raises UnknownTable: if its table does not exist.
+    :raises TableLocked: if a table stays locked.
+    """
+    found: list[ViewResult | None] = []
+    refused: list[psycopg2.Error] = []
+
+    def compared() -> bool:
+        refused.clear()
+        now = compared_version(read_versions(connection, pipeline), version.view.label)
+        if now is None or not now.relation:
+            found.append(None if now is None else ViewResult(now.view.label))
+            return True
+        rows(connection, "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        try:
+            try:
+                _lock(connection, targets, now)
+            except (psycopg2.errors.LockNotAvailable, psycopg2.errors.UndefinedTable) as e:
+                refused.append(e)
+                return False
+            # The first query takes the snapshot. If the view has been exchanged since it was looked up, try again.
+            versions = {each.number: each for each in read_versions(connection, pipeline)}
+            locked = versions.get(now.number)
+            if locked is None or (locked.relation, locked.kept) != (now.relation, now.kept):
+                return False
+            found.append(_compare(connection, targets, locked))
+            return True
+        finally:
+            if not connection.closed:
+                rows(connection, "ROLLBACK")
+
+    if not await_condition(compared, CONTROL_LOCK_SECONDS):
+        if refused and isinstance(refused[0], psycopg2.errors.LockNotAvailable):
+            raise refused[0]
+        raise UnknownTable(
+            f"view {version.view.label}: its table does not exist in the sink",
+            "Remove the view from the pipeline file, run `airflow-cdc drop --views`, and add it again.",
+        )
+    return found[0]
+
+
+def compared_version(versions: Sequence[ViewVersion], label: str) -> ViewVersion | None:
+    """Return the version of a view that can be compared: the one that readers see if it moves, or the newest."""
+    kept = [version for version in versions if version.view.label == label and version.kept]
+    return next((version for version in kept if version.in_place), kept[-1] if kept else None)
+
+
+def _lock(connection: Connection, targets: Mapping[str, Target], version: ViewVersion) -> None:
+    read = [sql.Identifier(targets[label].schema, targets[label].name) for label in version.view.columns]
+    own = [sql.Identifier(version.view.schema, version.relation), sql.Identifier("airflow_cdc", version.queue)]
+    rows(connection, sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE NOWAIT").format(listed([*own, *read])))
+
+
+def _compare(connection: Connection, targets: Mapping[str, Target], version: ViewVersion) -> ViewResult:
+    view, view_rows = version.view, ViewRows(connection, targets, version)
+    count = int(scalar(connection, sql.SQL("SELECT count(*) FROM {}").format(view_rows.relation)))
+    anchor = {each.output: n for n, each in enumerate(view.anchor)}
+    names = [output.name for output in view.outputs]
+    keys = [sql.SQL(f"k{n}") for n in range(len(anchor))]
+    table = view_rows.relation.as_string(connection)
+    floats = {name for (name,) in rows(connection, _FLOATS, [table]) if view.grouped and name not in anchor}
+    # Equal anchors of GROUP BY may have several texts, such as 1.0 and 1.00, of which any may be shown.
+    texts = [name for name in names if name not in floats and not (view.grouped and name in anchor)]
+    places = [sql.SQL(f"f{n}") for n in range(len(floats))]
+
+    def side(anchors: Sequence[sql.Composable], values: bool) -> sql.Composable:
+        cells = listed(sql.SQL('r.{}::text COLLATE "C"').format(sql.Identifier(name)) for name in texts)
+        columns = [sql.SQL("{} AS {}").format(*pair) for pair in zip(anchors, keys, strict=True)]
+        columns.append(
+            sql.SQL("{} AS texts").format(sql.SQL("ARRAY[{}]::text[]").format(cells) if values else _NOTHING)
+        )
+        for name, place in zip(sorted(floats), places, strict=True):
+            value = sql.SQL("r.{}::float8").format(sql.Identifier(name)) if values else sql.SQL("NULL")
+            columns.append(sql.SQL("{} AS {}").format(value, place))
+        return listed(columns)
+
+    outputs = [sql.SQL("r.{}").format(sql.Identifier(name)) for name in anchor]
+    built = sql.SQL("false") if version.built is None and not version.complete else view_rows.built(outputs)
+    query = sql.SQL(_COMPARED).format(
+        keys=listed(keys),
+        key_texts=listed(sql.SQL('{}::text COLLATE "C"').format(key) for key in keys),
+        wanted=side(outputs, True),
+        stored=side(outputs, True),
+        waiting=side([sql.SQL(f"r.a{n}") for n in range(len(anchor))], False),
+        built=built,
+        select=view_rows.select,
+        relation=view_rows.relation,
+        queue=sql.Identifier("airflow_cdc", version.queue),
+        floats=sql.SQL("").join(
+            sql.SQL(
+                ", max({place}) FILTER (WHERE side = 1) AS {wanted}, max({place}) FILTER (WHERE side = 2) AS {stored}"
+            ).format(place=place, wanted=wanted, stored=stored)
+            for place, (wanted, stored) in zip(places, map(_sides_of, range(len(places))), strict=True)
+        ),
+        close=sql.SQL(" AND ").join(
+            [
+                sql.SQL("true"),
+                *(
+                    sql.SQL(_CLOSE).format(wanted=wanted, stored=stored)
+                    for wanted, stored in map(_sides_of, range(len(places)))
+                ),
+            ]
+        ),
+        limit=sql.Literal(NAMED),
+    )
+    (queued, unbuilt, different, _, _), *named = rows(connection, query)
+    differences = tuple(Difference(dict(zip(anchor, key, strict=True)), kind) for *_, key, kind in named)
+    return ViewResult(view.label, count, queued, unbuilt, differences, different)
+
+
+_NOTHING = sql.SQL("NULL::text[]")
+
+
+def _sides_of(place: int) -> tuple[sql.Composable, sql.Composable]:
+    """Return the values of a floating-point column on both sides."""
+    return sql.SQL(f"w{place}"), sql.SQL(f"s{place}")
