@@ -17,24 +17,27 @@ from airflow_cdc_provider.engine.sinks.mysql import session as sessions
 from airflow_cdc_provider.engine.sinks.mysql.address import Address
 from airflow_cdc_provider.engine.sinks.mysql.pending_ddl import finish_announced, is_pending
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, session
-from airflow_cdc_provider.engine.sinks.transactional.reads import TransactionalSink
 from airflow_cdc_provider.engine.sinks.transactional.record import Lock
+from airflow_cdc_provider.engine.sinks.transactional.views import TransactionalViews
+from airflow_cdc_provider.engine.views.settings import ViewSettings
 
 
 @dataclass(frozen=True)
-class MysqlFence(TransactionalSink[Session]):
+class MysqlFence(TransactionalViews[Session]):
     """A pipeline on a MySQL server, and its epoch.
 
     :param dsn: see :meth:`.session.Address.parse`.
     :param pipeline: name of the pipeline.
     :param mode: ``mirror`` or ``changelog``.
     :param part: the part of a run that uses the sessions; empty outside of runs.
+    :param views: the views of the pipeline file.
     """
 
     dsn: str = field(repr=False)
     pipeline: str
     mode: Literal["mirror", "changelog"]
     part: str = ""
+    views: tuple[ViewSettings, ...] = ()
 
     @property
     def _place(self) -> str:

@@ -36,6 +36,7 @@ from airflow_cdc_provider.engine.sinks.mysql.address import driver
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted
 from airflow_cdc_provider.engine.sinks.mysql.session_errors import code_of, is_retryable, server_message
 from airflow_cdc_provider.engine.sinks.mysql.table_definition import Mode, columns_of, comment
+from airflow_cdc_provider.engine.sinks.mysql.view_record import KIND, finish_exchange
 
 # After a lock timeout or an ended session, another attempt decides what has happened.
 _PASSING = {0, 1205, 1213, 1317, 1053, 1927, 2003, 2006, 2013}
@@ -101,6 +102,9 @@ def finish_announced(session: Session, pipeline: str, mode: Mode) -> None:
         [pipeline],
     )
     for label, kind, token, schema, name, definition, reread in found:
+        if kind == KIND:
+            finish_exchange(session, pipeline, int(definition))
+            continue
         target = Target(Table.from_dict(json.loads(definition)), schema, name)
         if kind == "exchange":
             _exchange(session, target, token)

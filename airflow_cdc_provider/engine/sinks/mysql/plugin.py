@@ -23,7 +23,7 @@ class MysqlPlugin:
         """Open the sink of a pipeline."""
         from airflow_cdc_provider.engine.sinks.mysql.sink import MysqlSink
 
-        return MysqlSink(settings.dsn, pipeline, settings.mode, part)
+        return MysqlSink(settings.dsn, pipeline, settings.mode, part, settings.views)
 
     def check(
         self,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.core.lsn import LOG_START
 from airflow_cdc_provider.engine.core.record import ChunkRecord, Target
 from airflow_cdc_provider.engine.postgres.sql_condition import find_syntax_problem
 from airflow_cdc_provider.engine.sinks.mysql.address import driver
@@ -55,6 +56,7 @@ class MysqlReads(MysqlRedefinition):
     def _enter_reread(self, tx: Session, epoch: int, read: ChunkRecord, target: Target) -> None:
         assert read.watermark is not None
         if read.keys is None:
+            self._rebuild_views(tx, target)
             self._enter(tx, target)
             self._record_shape(tx, target)
         tx.run(
@@ -72,6 +74,15 @@ class MysqlReads(MysqlRedefinition):
                 epoch,
             ],
         )
+
+    def _rebuild_views(self, tx: Session, target: Target) -> None:
+        """Let the views over a table that was read as a whole be built again, under its current definition."""
+        if self.views:
+            _, applied = self._lock_epoch(tx, None) or (0, LOG_START)
+            store = self._view_store(tx, applied)
+            before = self._targets(tx, [target.table.label]).get(target.table.label, target)
+            store.follow(before.table, target.table)
+            store.rebuild([target.table.label])
 
     def check_condition(self, target: Target, where: str) -> None:
         """Check a condition on a mirror's rows; in a changelog, only the source's keys are used.

@@ -210,6 +210,9 @@ class MysqlRecord(MysqlTargets):
                     self._enter(opened, target)
                 for chunk in chunks:
                     self._plan(opened, chunk)
+                store = self._view_store(opened, start)
+                store.check()
+                store.rebuild([target.table.label for target in targets])  # views of a lost record
                 failpoint("before-plan")
                 opened.commit()
 
@@ -253,8 +256,9 @@ class MysqlRecord(MysqlTargets):
                     self._alteration(opened, shapes[label], target, rows_stay=False)
             if rehearsal:
                 return
-            self._begin(opened, epoch, "alone")
+            applied = self._begin(opened, epoch, "alone")
             self._forget(opened, list(recorded))
+            self._view_store(opened, applied).rebuild(recorded)
             for target in targets:
                 self._enter(opened, target, shapes[target.table.label])
                 begin_again(opened, self.pipeline, target.table.label)

@@ -29,7 +29,8 @@ class MysqlRedefinition(MysqlUnits):
     def _redefine(self, epoch: int, before: Target, after: Target) -> None:
         with self._alone(epoch) as opened:
             clauses = self._alteration(opened, self._shape(opened, before), after, rows_stay=True)
-            self._begin(opened, epoch, "alone")
+            applied = self._begin(opened, epoch, "alone")
+            self._redefine_views(opened, applied, before, after)
             if clauses:
                 token = self._token()
                 announce(opened, self.pipeline, after, "alteration", token)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, Self, cast
 
 from airflow_cdc_provider.engine.core.record import Mode
 from airflow_cdc_provider.engine.core.section_values import as_text, one_of
+from airflow_cdc_provider.engine.views.settings import ViewSettings, require_mirror, take_views
 
 if TYPE_CHECKING:
     from airflow_cdc_provider.engine.core.section import Section
@@ -24,20 +25,26 @@ def as_mysql_uri(value: object) -> str:
 
 @dataclass(frozen=True)
 class MysqlSettings:
-    """Settings of a MySQL sink; ``dsn`` is ``mysql://user:password@host:port/``, ``schema`` names a database."""
+    """Settings of a MySQL sink; ``dsn`` is ``mysql://user:password@host:port/``, ``schema`` names a database.
+
+    :param views: the views over the mirror.
+    """
 
     dsn: str = field(repr=False)
     mode: Mode = "mirror"
     schema: str = "{schema}"
     type: Literal["mysql"] = "mysql"
+    views: tuple[ViewSettings, ...] = ()
 
     @classmethod
     def parse(cls, section: Section) -> Self:
         """Parse the section."""
+        mode = cast(Mode, section.take("mode", one_of("mirror", "changelog"), "mirror"))
         return cls(
             dsn=section.dsn(as_mysql_uri, "mysql", "MySQL"),
-            mode=cast(Mode, section.take("mode", one_of("mirror", "changelog"), "mirror")),
+            mode=mode,
             schema=section.take("schema", as_text, "{schema}"),
+            views=require_mirror(mode, take_views(section)),
         )
 
     @property

@@ -19,12 +19,12 @@ from airflow_cdc_provider.engine.comparison.side import RowKey, Sides
 from airflow_cdc_provider.engine.core.errors import UnknownTable
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.postgres.connection import Connection
-from airflow_cdc_provider.engine.sinks.mysql.reads import MysqlReads
 from airflow_cdc_provider.engine.sinks.mysql.staging_tables import MysqlTableStatements
+from airflow_cdc_provider.engine.sinks.mysql.views import MysqlViews
 
 
 @dataclass(frozen=True)
-class MysqlSink(MysqlReads):
+class MysqlSink(MysqlViews):
     """A pipeline's tables on a MySQL server; see :class:`.contract.Sink` and, for the fields, :class:`.MysqlFence`."""
 
     # -- comparing ---------------------------------------------------------------------------------

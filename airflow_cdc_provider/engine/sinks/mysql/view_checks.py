@@ -1,0 +1,105 @@
+"""Lets the server check the SELECT of a view, which has the last word on types and functions.
+
+The server evaluates the SELECT without rows, under a mode that refuses columns without a definite value in a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import sqlglot
+from sqlglot import exp
+
+from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.sinks.mysql.address import driver
+from airflow_cdc_provider.engine.sinks.mysql.session import Session
+from airflow_cdc_provider.engine.sinks.mysql.session_errors import is_retryable, server_message
+from airflow_cdc_provider.engine.sinks.mysql.view_definition import ViewColumn, create_rows, probed, quoted_tables
+from airflow_cdc_provider.engine.views.definition import View
+from airflow_cdc_provider.engine.views.select_parser import parse_view
+from airflow_cdc_provider.engine.views.settings import ViewSettings
+
+_LONGEST_NAME = 64
+_OTHERS = ("airflow_cdc", "mysql", "sys", "information_schema", "performance_schema")
+
+
+def checked_view(session: Session, settings: ViewSettings, targets: Mapping[str, Target]) -> View:
+    """Parse a view, and let the server check it; the targets' tables exist. This does not end a transaction.
+
+    :param targets: the recorded targets by label.
+    :raises ConfigError: when it cannot be maintained; says what to write instead.
+    """
+    view = parse_view(settings, {label: target.table for label, target in targets.items()}, "mysql")
+    _check_name(view, targets)
+    _check_functions(session, settings)
+    with _refusals(session, settings), probed(session, view.select(quoted_tables(targets))) as columns:
+        _check_types(view, columns)
+    return view
+
+
+def _check_name(view: View, targets: Mapping[str, Target]) -> None:
+    own = {(target.schema, target.name): label for label, target in targets.items()}
+    if (view.schema, view.name) in own:
+        raise ConfigError(
+            f"view {view.label}: {own[view.schema, view.name]} is copied into a table of this name",
+            "Give the view another name.",
+        )
+    if view.schema.lower() in _OTHERS:
+        raise ConfigError(
+            f"view {view.label}: {view.schema} is a database of the server or of the engine",
+            "Give the view a name in another database.",
+        )
+    names = [view.schema, view.name, *(output.name for output in view.outputs)]
+    odd = [name for name in names if name != name.rstrip() or len(name) > _LONGEST_NAME]
+    if odd:
+        raise ConfigError(f"view {view.label}: MySQL does not allow a name like {odd[0]!r}", "Choose another name.")
+
+
+@contextmanager
+def _refusals(session: Session, settings: ViewSettings) -> Iterator[None]:
+    """Translate the server's refusals."""
+    pymysql = driver()
+    (mode,) = session.one("SELECT @@sql_mode")
+    session.run("SET SESSION sql_mode = CONCAT(@@sql_mode, ',ONLY_FULL_GROUP_BY')")
+    try:
+        yield
+    except pymysql.MySQLError as e:
+        if is_retryable(e):
+            raise
+        raise ConfigError(
+            f"view {settings.label}: the sink refuses its SQL: {server_message(e)}",
+            "Correct the SELECT; functions outside of the server's own need their database.",
+        ) from e
+    finally:
+        session.run("SET SESSION sql_mode = %s", [mode])
+
+
+def _check_functions(session: Session, settings: ViewSettings) -> None:
+    """Refuse stored functions whose result may depend on more than their arguments."""
+    for call in sqlglot.parse_one(settings.sql, read="mysql").find_all(exp.Dot):
+        schema, name = call.this.name, call.expression.name
+        found = session.rows(
+            "SELECT is_deterministic, sql_data_access FROM information_schema.routines"
+            " WHERE routine_type = 'FUNCTION' AND routine_schema = %s AND routine_name = %s",
+            [schema, name],
+        )
+        for deterministic, access in found:
+            if str(deterministic) != "YES" or str(access) in ("READS SQL DATA", "MODIFIES SQL DATA"):
+                raise ConfigError(
+                    f"view {settings.label}: {schema}.{name} is not allowed, because its result may change without a"
+                    " change of a row: it is not DETERMINISTIC, or reads tables",
+                    "Compute it where the view is read, or declare the function as DETERMINISTIC and NO SQL.",
+                )
+
+
+def _check_types(view: View, columns: list[ViewColumn]) -> None:
+    """Refuse columns whose values cannot be compared exactly."""
+    for column in columns:
+        if column.type.startswith("float"):
+            raise ConfigError(
+                f"view {view.label}: its column {column.name} is a FLOAT, which the server shows with six digits",
+                "Use CAST(… AS DOUBLE).",
+            )
+    create_rows(view, columns, "", "")  # names in the server's result are those of the definition

@@ -1,0 +1,177 @@
+"""Finds the anchors of views that a transaction affects, in MySQL; see :mod:`.transactional.view_upkeep`.
+
+For each table that views read there is a temporary table of images, with a row for each noted row: its key ``k0`` …,
+whether it existed (``was``), and the columns that views read, ``r0`` …. After a table has been read as a whole, the
+views over it are built again, because its rows may have been written in several transactions: no images are noted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from airflow_cdc_provider.engine.core.lsn import LogPosition
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.sinks.mysql.bulk_load import Field, constant
+from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted
+from airflow_cdc_provider.engine.sinks.mysql.types import column_types
+from airflow_cdc_provider.engine.sinks.mysql.view_record import record_work
+from airflow_cdc_provider.engine.sinks.mysql.view_rows import ViewRows, same
+from airflow_cdc_provider.engine.sinks.staged import Staged
+from airflow_cdc_provider.engine.sinks.transactional.view_upkeep import ViewUpkeep
+from airflow_cdc_provider.engine.views.definition import Alias
+from airflow_cdc_provider.engine.views.version import ViewVersion
+
+_GIVEN_KEYS = 1000
+
+
+class MysqlViewUpkeep(ViewUpkeep):
+    """The upkeep of views in a transaction of a MySQL sink.
+
+    :param targets: the recorded targets by label.
+    """
+
+    def __init__(
+        self, session: Session, pipeline: str, targets: Mapping[str, Target], versions: Sequence[ViewVersion]
+    ) -> None:
+        super().__init__(versions)
+        self._session = session
+        self._pipeline = pipeline
+        self._targets = targets
+        self._images: dict[str, _Images] = {}
+
+    def note_before_reread(self, label: str, keys: Collection[tuple[str, ...]] | None) -> None:
+        if keys is not None:
+            super().note_before_reread(label, keys)
+
+    def note_after_reread(self, label: str, keys: Collection[tuple[str, ...]] | None) -> None:
+        """Do nothing: keys without a row have an image too."""
+
+    def _begin(self, label: str, columns: Sequence[str]) -> None:
+        self._images[label] = _Images(self._session, self._targets[label], columns, len(self._images))
+
+    def _note_staged(self, staged: Staged) -> None:
+        self._images[staged.label].note_staged(staged)
+
+    def _note_rows(self, label: str, keys: Collection[tuple[str, ...]] | None) -> None:
+        self._images[label].note_rows(keys)
+
+    def _note_new(self, label: str, keys: Collection[tuple[str, ...]] | None) -> None:
+        """Do nothing, as :meth:`note_after_reread`."""
+
+    def _find_anchors(self, version: ViewVersion, labels: Collection[str]) -> int:
+        view = version.view
+        changed = {
+            label: self._images[label].changed(view.columns[label], f"cdc_changed_{version.number}_{n}")
+            for n, label in enumerate(sorted(labels))
+        }
+        ways = [self._way(version, alias, changed[alias.label]) for alias in view.aliases if alias.label in changed]
+        return self._rows_of(version).find(ways)
+
+    def _way(self, version: ViewVersion, alias: Alias, changed: str) -> str:
+        """Return the query of the anchors that the changed rows of an alias reach."""
+        view, columns = version.view, version.view.columns[alias.label]
+        path = view.path(alias)
+        joins = [f"FROM {changed} j0"]
+
+        def value(step: int, column: str) -> str:
+            return f"j0.r{columns.index(column)}" if step == 0 else f"j{step}.{quoted(column)}"
+
+        for step, each in enumerate(path[:-1]):
+            target = self._targets[path[step + 1].label]
+            equal = (f"{value(step + 1, theirs)} = {value(step, own)}" for own, theirs in each.equalities)
+            joins.append(f"STRAIGHT_JOIN {quoted(target.schema, target.name)} j{step + 1} ON {' AND '.join(equal)}")
+        anchor = (value(len(path) - 1, each.column) for each in view.anchor)
+        return f"SELECT {', '.join(anchor)} {' '.join(joins)}"
+
+    def _rows_of(self, version: ViewVersion) -> ViewRows:
+        return ViewRows(self._session, self._targets, version)
+
+    def _recompute(self, version: ViewVersion) -> None:
+        self._rows_of(version).recompute()
+
+    def _queue(self, version: ViewVersion) -> None:
+        self._rows_of(version).queue()
+
+    def _record(self, version: ViewVersion, behind: LogPosition | None, anchors: int, seconds: float) -> None:
+        record_work(self._session, self._pipeline, version, behind, anchors, seconds)
+
+
+class _Images:
+    """The images of a table's rows.
+
+    :param read: the columns that views read.
+    :param number: distinguishes the table from those of others.
+    """
+
+    def __init__(self, session: Session, target: Target, read: Sequence[str], number: int) -> None:
+        self._session = session
+        self._target = target
+        self._read = list(read)
+        self._table = quoted(target.schema, target.name)
+        self._images = quoted("airflow_cdc", f"cdc_images_{number}")
+        self._key = [quoted(name) for name in target.table.key]
+        self._numbers = [f"k{n}" for n in range(len(self._key))]
+        key = [f"t.{name} AS k{n}" for n, name in enumerate(self._key)]
+        values = [f"t.{quoted(name)} AS r{n}" for n, name in enumerate(self._read)]
+        # Columns of an outer join may be NULL, whatever the table's definition.
+        self._session.run(
+            f"CREATE TEMPORARY TABLE {self._images} AS SELECT {', '.join([*key, '1 AS was', *values])}"
+            f" FROM (SELECT 1 AS one) AS one LEFT JOIN {self._table} t ON 1 = 0 LIMIT 0"
+        )
+
+    def _values(self) -> str:
+        return ", ".join(f"t.{quoted(name)}" for name in self._read)
+
+    def _match(self, others: Sequence[str]) -> str:
+        """Return the condition that a row ``t`` has a key."""
+        return " AND ".join(f"t.{name} = {other}" for name, other in zip(self._key, others, strict=True))
+
+    @property
+    def _exists(self) -> str:
+        return f"t.{self._key[0]} IS NOT NULL"
+
+    def note_staged(self, staged: Staged) -> None:
+        """Note the rows with the keys of staged rows."""
+        assert staged.relation is not None
+        places = [column.name for column in self._target.table.columns]
+        key = [f"s.c{places.index(name)}" for name in self._target.table.key]
+        self._session.run(
+            f"INSERT INTO {self._images} SELECT {', '.join(key)}, {self._exists}, {self._values()}"
+            f" FROM {quoted('airflow_cdc', staged.relation)} s LEFT JOIN {self._table} t ON {self._match(key)}"
+        )
+
+    def note_rows(self, keys: Collection[tuple[str, ...]] | None) -> None:
+        """Note the rows with some keys, or all; of keys, also that there may be none."""
+        key = ", ".join(f"t.{name}" for name in self._key)
+        noted = f"INSERT INTO {self._images} SELECT {key}, 1, {self._values()} FROM {self._table} t"
+        if keys is None:
+            self._session.run(noted)
+            return
+        kinds, label = column_types(self._target.table), self._target.table.label
+        fields = [Field(name, kinds[name]) for name in self._target.table.key]
+        given = [", ".join(constant(f, text, label) for f, text in zip(fields, each, strict=True)) for each in keys]
+        for start in range(0, len(given), _GIVEN_KEYS):
+            places = [f"({place})" for place in given[start : start + _GIVEN_KEYS]]
+            self._session.run(f"{noted} WHERE ({key}) IN ({', '.join(places)})")
+            new = ", ".join(f"({place}, 0)" for place in given[start : start + _GIVEN_KEYS])
+            self._session.run(f"INSERT INTO {self._images} ({', '.join(self._numbers)}, was) VALUES {new}")
+
+    def changed(self, read: Sequence[str], name: str) -> str:
+        """Create a table of the old and new images of rows that differ in some columns, ``r0`` … in their order.
+
+        :returns: the table.
+        """
+        table = quoted("airflow_cdc", name)
+        old = [f"i.r{self._read.index(each)}" for each in read]
+        new = [f"t.{quoted(each)}" for each in read]
+        match = self._match([f"i.{name}" for name in self._numbers])
+        numbered = ", ".join(f"{each} AS r{n}" for n, each in enumerate(old))
+        self._session.run(
+            f"CREATE TEMPORARY TABLE {table} AS SELECT {numbered} FROM {self._images} i LEFT JOIN {self._table} t"
+            f" ON {match} WHERE i.was = 1 AND NOT ({self._exists} AND {same(old, new)})"
+        )
+        self._session.run(
+            f"INSERT INTO {table} SELECT {', '.join(new)} FROM {self._images} i STRAIGHT_JOIN {self._table} t"
+            f" ON {match} WHERE NOT (i.was = 1 AND {same(old, new)})"
+        )
+        return table
