@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from airflow_cdc_provider.engine.core.errors import ConfigError
-from airflow_cdc_provider.engine.core.findings import Checks, require
+from airflow_cdc_provider.engine.core.findings import Checks, Finding, require
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.driver_checks import convert_driver_errors
@@ -30,10 +30,29 @@ def explain(pipeline: Pipeline, view: str) -> dict[str, Any]:
     sink = sink_of(branch)
     if not isinstance(sink, ShowsViews):
         raise ConfigError(f"the sink {branch.sink.place} keeps no views", "Move the view to a sink that does.")
-    record = sink.record()
-    targets = _targets_of_file(pipeline, branch) if record is None else record.targets
-    explanation = sink.explain_view(settings, targets)
-    return {**_described(explanation, settings), "sink": branch.sink.place}
+    return {**_described(_explained(pipeline, branch, sink, settings), settings), "sink": branch.sink.place}
+
+
+def _explained(pipeline: Pipeline, branch: Pipeline, sink: ShowsViews, settings: ViewSettings) -> ViewExplanation:
+    record = sink_of(branch).record()
+    if record is None:
+        targets, findings = _targets_of_file(pipeline, branch)
+        if targets is None:
+            require(findings)
+            raise ConfigError(
+                "the columns of the source are not known before the pipeline is provisioned",
+                "Run `airflow-cdc provision` first.",
+            )
+        return sink.explain_view(settings, targets)
+    try:
+        return sink.explain_view(settings, record.targets)
+    except ConfigError:
+        # The file may have gained tables that are not copied yet.
+        known = {target.table.label for target in record.targets}
+        added = [each for each in _targets_of_file(pipeline, branch)[0] or () if each.table.label not in known]
+        if not added:
+            raise
+        return sink.explain_view(settings, [*record.targets, *added])
 
 
 def _find(pipeline: Pipeline, label: str) -> tuple[Pipeline, ViewSettings]:
@@ -47,17 +66,11 @@ def _find(pipeline: Pipeline, label: str) -> tuple[Pipeline, ViewSettings]:
     return found[label]
 
 
-def _targets_of_file(pipeline: Pipeline, branch: Pipeline) -> Sequence[Target]:
-    """Return the targets of a pipeline that has not been provisioned."""
+def _targets_of_file(pipeline: Pipeline, branch: Pipeline) -> tuple[Sequence[Target] | None, Sequence[Finding]]:
+    """Return the targets of the tables that the file names, ``None`` if they are not known, and findings about them."""
     checks = Checks(convert_driver_errors)
     with source_of(pipeline).checking(checks) as found:
-        if found.tables is None:
-            require(checks.findings)
-            raise ConfigError(
-                "the columns of the source are not known before the pipeline is provisioned",
-                "Run `airflow-cdc provision` first.",
-            )
-        return targets_of(branch, found.tables)
+        return None if found.tables is None else targets_of(branch, found.tables), checks.findings
 
 
 def _described(explanation: ViewExplanation, settings: ViewSettings) -> dict[str, Any]:

@@ -51,8 +51,6 @@ _LEFT_OUT = {"queued": "queued anchors", "unbuilt": "anchors that are not built"
 
 def explanation_text(result: Mapping[str, Any]) -> str:
     """Return an explanation of a view as text."""
-    import sqlglot  # late: no other command needs it here
-
     what = "a row or group for each value of" if result["grouped"] else "recomputed by the key"
     anchor = ", ".join(f"{result['root']}.{column}" for column in result["anchor"])
     lines = [f"view {result['view']}: {what} {anchor}"]
@@ -75,7 +73,7 @@ def explanation_text(result: Mapping[str, Any]) -> str:
     else:
         lines.append(f"Changes of up to {result['max_rows']:,} anchors are applied in their unit, others are queued.")
     lines.append("For the affected anchors runs:")
-    lines.append(sqlglot.parse_one(result["select"], read="postgres").sql("postgres", pretty=True))
+    lines.append(result["select"])
     return "\n".join(lines)
 
 

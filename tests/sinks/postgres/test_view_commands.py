@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ from airflow_cdc_provider.engine.commands.checks import preflight
 from airflow_cdc_provider.engine.core.errors import ConfigError, MissingPrivilege, UnknownTable
 from airflow_cdc_provider.engine.core.lsn import format_lsn
 from airflow_cdc_provider.engine.runs.commit_records import sink_of
-from airflow_cdc_provider.engine.sinks.contract import KeepsViews, ViewKeeper
+from airflow_cdc_provider.engine.runs.metrics import serving
+from airflow_cdc_provider.engine.sinks.contract import KeepsViews, ShowsViews, ViewKeeper
 from airflow_cdc_provider.engine.sinks.transactional import views
 from tests.commands.command_line import CommandLine
 from tests.conftest import Databases
 from tests.support.databases import execute
 from tests.support.pipelines import PipelineUnderTest
+from tests.support.scrape import scrape
 
 WIDE = (
     "SELECT o.id, o.total, c.city, n.name AS nation FROM public.orders o LEFT JOIN public.customers c"
@@ -215,6 +218,13 @@ def test_explain(pipeline: PipelineUnderTest, command_line: CommandLine) -> None
     grouped = command_line.json("explain", "dws.sales")
     assert (grouped["grouped"], grouped["anchor"]) == (True, ["city"])
     assert {each["alias"]: each["rows_per_change"] for each in grouped["tables"]} == {"c": 1.0, "o": 1.0}
+    pipeline.source("CREATE TABLE public.late (id int PRIMARY KEY, customer int)")
+    late = {"sql": "SELECT l.id, c.city FROM public.late l JOIN public.customers c ON c.id = l.customer"}
+    pipeline.change(sink={"views": {**VIEWS, "dwd.late": late}})
+    with pytest.raises(ConfigError, match=r"public\.late"):
+        commands.explain(pipeline.pipeline, "dwd.late")
+    pipeline.change(source={"tables": [*pipeline.document["source"]["tables"], "public.late"]})
+    assert not commands.explain(pipeline.pipeline, "dwd.late")["mirrored"]
     with pytest.raises(ConfigError, match=r"no view dwd\.wrong") as refused:
         commands.explain(pipeline.pipeline, "dwd.wrong")
     assert "dwd.wide, dws.sales" in refused.value.solution
@@ -296,6 +306,25 @@ def test_drop_leaves_views_and_removes_their_records(pipeline: PipelineUnderTest
     assert pipeline.target_rows("SELECT count(*) FROM dwd.wide") == [(200,)]
 
 
+def test_a_scrape_shows_the_views(pipeline: PipelineUnderTest) -> None:
+    pipeline.change(metrics={"prometheus": "127.0.0.1:0"})
+    pipeline.provision()
+    build(pipeline)
+    pipeline.source("UPDATE public.customers SET city = nullif('city ' || id % 4, 'city 0')")
+    pipeline.apply()
+    queued = states(pipeline)["dws.sales"]
+    with serving(pipeline.pipeline, "stream", 7, lambda: {"restarts": 0}) as port:
+        found = scrape(port)
+        assert found["view_built_ratio", "stream,dwd.wide"] == found["view_behind", "stream,dws.sales"] == 1
+        assert found["view_behind", "stream,dwd.wide"] == found["view_queued", "stream,dwd.wide"] == 0
+        assert found["view_queued", "stream,dws.sales"] == queued["queued"] > 0
+        assert found["view_anchors_total", "stream,dws.sales"] == queued["anchors"] > 0
+        assert found["view_seconds_total", "stream,dws.sales"] == queued["seconds"] > 0
+        # If the sink does not answer, the other metrics are served.
+        pipeline.target("ALTER TABLE airflow_cdc.views DROP COLUMN seconds")
+        assert scrape(port).keys() == {("job_info", "7,stream"), ("restarts_total", "stream")}
+
+
 def test_verify_of_a_view_without_its_table(pipeline: PipelineUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("airflow_cdc_provider.engine.sinks.postgres.view_comparison.CONTROL_LOCK_SECONDS", 0.3)
     pipeline.provision()
@@ -303,3 +332,54 @@ def test_verify_of_a_view_without_its_table(pipeline: PipelineUnderTest, monkeyp
     pipeline.target("DROP TABLE dwd.wide")
     with pytest.raises(UnknownTable, match=r"view dwd\.wide: its table does not exist"):
         commands.verify(pipeline.pipeline)
+
+
+def test_preflight_names_what_the_upkeep_would_lack(pipeline: PipelineUnderTest) -> None:
+    """Indexes are for the owner to create, and a name that the server would truncate is refused."""
+    pipeline.provision()
+    owned = "ALTER TABLE public.orders OWNER TO postgres; GRANT ALL ON public.orders TO cdc"
+    pipeline.target(owned)
+    with pytest.raises(MissingPrivilege, match=re.escape('does not own "public"."orders"')) as refused:
+        commands.preflight(pipeline.pipeline)
+    statement = refused.value.solution.removeprefix("Let the owner run: ").partition(" Or ")[0]
+    for each in statement.split("; "):
+        pipeline.target(each)
+    commands.preflight(pipeline.pipeline)
+    pipeline.change(sink={"views": {f"dwd.{'v' * 64}": VIEWS["dwd.wide"]}})
+    with pytest.raises(ConfigError, match="truncate its name"):
+        commands.preflight(pipeline.pipeline)
+
+
+def test_verify_is_exact_while_units_are_committed(pipeline: PipelineUnderTest) -> None:
+    """The definition changes meanwhile, too, so that tables of the view are exchanged."""
+    pipeline.provision()
+    build(pipeline)
+    results: list[dict[str, Any]] = []
+    ended, failures = threading.Event(), list[BaseException]()
+
+    def verify() -> None:
+        sink = sink_of(pipeline.pipeline)
+        assert isinstance(sink, ShowsViews)
+        try:
+            while not ended.is_set():
+                results.extend(result.as_dict() for result in sink.compare_views())
+        except BaseException as e:
+            failures.append(e)
+
+    thread = threading.Thread(target=verify)
+    thread.start()
+    try:
+        for n in range(12):
+            pipeline.source(
+                f"UPDATE public.orders SET total = total + 1, customer = (id + {n}) % 25 WHERE id % 3 = {n % 3}",
+                f"UPDATE public.customers SET city = nullif('city ' || (id + {n}) % 6, 'city 0')",
+            )
+            wide = {**VIEWS["dwd.wide"], "sql": WIDE + f" AND o.id > {n % 2}"}
+            pipeline.change(sink={"views": {**VIEWS, "dwd.wide": wide}})
+            build(pipeline, everything=n % 2 == 0)
+    finally:
+        ended.set()
+        thread.join()
+    assert not failures
+    assert len(results) > 10
+    assert [each for each in results if not each["equal"]] == []

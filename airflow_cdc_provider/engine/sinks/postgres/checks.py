@@ -51,7 +51,7 @@ from airflow_cdc_provider.engine.sinks.postgres.target_tables import wanted_colu
 from airflow_cdc_provider.engine.sinks.postgres.view_preflight import check_views
 
 _SCHEMA = "airflow_cdc"
-_RECORDS = ("pipelines", "tables", "chunks")
+_RECORDS = ("pipelines", "tables", "chunks", "views")
 _FUNCTIONS = ("pg_control_system", "pg_terminate_backend")
 _LONGEST_NAME = 63  # bytes
 

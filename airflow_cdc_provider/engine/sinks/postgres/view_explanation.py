@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import prod
 
+import sqlglot
 from psycopg2 import sql
 
 from airflow_cdc_provider.engine.core.record import Target
@@ -29,7 +30,8 @@ def anchored_select(view: View, targets: Mapping[str, Target]) -> str:
     tables = {label: f"{quoted(targets[label].schema)}.{quoted(targets[label].name)}" for label in view.columns}
     root = quoted(view.root.name)
     equal = (f"cdc_anchor.a{n} = {root}.{quoted(each.column)}" for n, each in enumerate(view.anchor))
-    return view.select(tables, ("pg_temp.cdc_anchors AS cdc_anchor", " AND ".join(equal)))
+    select = view.select(tables, ("pg_temp.cdc_anchors AS cdc_anchor", " AND ".join(equal)))
+    return sqlglot.parse_one(select, read="postgres").sql("postgres", pretty=True)
 
 
 def estimated_rows(connection: Connection, view: View, targets: Mapping[str, Target]) -> dict[str, float | None]:

@@ -24,11 +24,14 @@ from airflow_cdc_provider.engine.sinks.postgres.view_store import PostgresViewSt
 from airflow_cdc_provider.engine.views.definition import View
 from airflow_cdc_provider.engine.views.settings import ViewSettings
 
+_LONGEST_NAME = 63  # bytes
 _PRIVILEGE = "SELECT pg_catalog.has_database_privilege(pg_catalog.current_database(), %s)"
 _DATABASE = "SELECT pg_catalog.quote_ident(pg_catalog.current_database())"
 _OTHERS = """
 SELECT EXISTS (SELECT FROM pg_catalog.pg_class
-               WHERE oid = pg_catalog.to_regclass(%s) AND NOT pg_catalog.pg_has_role(relowner, 'USAGE'))
+               WHERE oid = pg_catalog.to_regclass(%s)
+               AND NOT (pg_catalog.pg_has_role(relowner, 'USAGE')
+                        AND pg_catalog.has_schema_privilege(relnamespace, 'CREATE')))
 """
 
 
@@ -74,6 +77,10 @@ def _may_keep_views(sink: Connection, views: Sequence[ViewSettings]) -> str:
 def _view(
     sink: Connection, settings: PostgresSettings, pipeline: str, targets: Sequence[Target], view: ViewSettings
 ) -> str:
+    if any(len(name.encode()) > _LONGEST_NAME for name in (view.schema, view.name)):
+        raise ConfigError(
+            f"view {view.label}: Postgres would truncate its name to {_LONGEST_NAME} bytes", "Choose a shorter name."
+        )
     by_label = {target.table.label: target for target in targets}
     rows(sink, "BEGIN READ WRITE")
     try:
@@ -129,7 +136,7 @@ def _indexes(
     if others:
         raise MissingPrivilege(
             f"role {quoted_user(sink)} may not create the indexes that view {view.label} needs, because it does not own"
-            f" {', '.join(others)}",
+            f" {', '.join(others)}, or may not create in their schemas",
             f"Let the owner run: {statements} Or set `indexes: print` for the view.",
         )
     made = f"; {len(missing)} indexes will be created for it" if missing else ""

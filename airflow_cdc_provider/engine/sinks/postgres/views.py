@@ -31,8 +31,8 @@ class PostgresViews(PostgresReads):
     def _upkeep(self, tx: Connection) -> ViewUpkeep | None:
         if not self.views or not has_views(tx):
             return None
-        versions = [version for version in read_versions(tx, self.pipeline) if version.moves]
-        if not versions:
+        versions = read_versions(tx, self.pipeline)
+        if not any(version.moves for version in versions):
             return None
         rows(tx, "SET LOCAL jit = off")  # compiling takes longer than these queries
         labels = {label for version in versions for label in version.view.columns}
@@ -115,7 +115,7 @@ class PostgresViews(PostgresReads):
         with self._transaction() as tx:
             if not has_views(tx) or self._lock_epoch(tx, "alone") is None:
                 return []
-            self._limit_waiting(tx)
+            rows(tx, "SET LOCAL lock_timeout = '2s'")  # units wait meanwhile
             for version in read_versions(tx, self.pipeline):
                 if version.view.label not in kept:
                     remove_version(tx, self.pipeline, version)
