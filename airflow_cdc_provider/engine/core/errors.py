@@ -293,15 +293,17 @@ class ViewRefused(Refused):
     quotes_rows = True
 
     @classmethod
-    def by(cls, view: str, said: str) -> ViewRefused:
+    def by(cls, view: str, said: str, solution: str | None = None) -> ViewRefused:
         """Return the error for a view.
 
         :param said: the message of the store.
+        :param solution: the solution; ``None`` if the SELECT has to be changed.
         """
         what = f"view {view} cannot be brought up to date"
         return cls(
             f"{what}: {' '.join(said.split())}",
-            f"Change the `sql` of {view} in the pipeline file so that it can be computed for all rows, or remove the"
+            solution
+            or f"Change the `sql` of {view} in the pipeline file so that it can be computed for all rows, or remove the"
             " view from the file; then start again.",
             what,
         )

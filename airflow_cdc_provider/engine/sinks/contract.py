@@ -72,6 +72,12 @@ class Rehearsing(Protocol):
 class ViewKeeper(Protocol):
     """Builds and drains the views of a sink, step by step; see :class:`KeepsViews`."""
 
+    def reconcile(self) -> None:
+        """Record which views of the file are new, changed or removed; called before the first unit of a stream.
+
+        :raises ConfigError: when a view of the file cannot be maintained.
+        """
+
     def step(self, everything: bool = False) -> bool:
         """Do the next step, which takes about a second; return whether there was one.
 

@@ -14,7 +14,7 @@ from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.sinks.mysql.bulk_load import Field, constant
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted
 from airflow_cdc_provider.engine.sinks.mysql.types import column_types
-from airflow_cdc_provider.engine.sinks.mysql.view_record import record_work
+from airflow_cdc_provider.engine.sinks.mysql.view_record import end_version, record_work
 from airflow_cdc_provider.engine.sinks.mysql.view_rows import ViewRows, same
 from airflow_cdc_provider.engine.sinks.staged import Staged
 from airflow_cdc_provider.engine.sinks.transactional.view_upkeep import ViewUpkeep
@@ -92,6 +92,12 @@ class MysqlViewUpkeep(ViewUpkeep):
     def _queue(self, version: ViewVersion) -> None:
         self._rows_of(version).queue()
 
+    def _execute(self, statement: str) -> None:
+        self._session.run(statement)
+
+    def _end(self, version: ViewVersion, before: LogPosition) -> None:
+        end_version(self._session, self._pipeline, version, before)
+
     def _record(self, version: ViewVersion, behind: LogPosition | None, anchors: int, seconds: float) -> None:
         record_work(self._session, self._pipeline, version, behind, anchors, seconds)
 
@@ -150,11 +156,12 @@ class _Images:
         kinds, label = column_types(self._target.table), self._target.table.label
         fields = [Field(name, kinds[name]) for name in self._target.table.key]
         given = [", ".join(constant(f, text, label) for f, text in zip(fields, each, strict=True)) for each in keys]
+        nothing = ", ".join("NULL" for _ in self._read)
         for start in range(0, len(given), _GIVEN_KEYS):
             places = [f"({place})" for place in given[start : start + _GIVEN_KEYS]]
             self._session.run(f"{noted} WHERE ({key}) IN ({', '.join(places)})")
-            new = ", ".join(f"({place}, 0)" for place in given[start : start + _GIVEN_KEYS])
-            self._session.run(f"INSERT INTO {self._images} ({', '.join(self._numbers)}, was) VALUES {new}")
+            new = ", ".join(f"({place}, 0, {nothing})" for place in given[start : start + _GIVEN_KEYS])
+            self._session.run(f"INSERT INTO {self._images} VALUES {new}")
 
     def changed(self, read: Sequence[str], name: str) -> str:
         """Create a table of the old and new images of rows that differ in some columns, ``r0`` … in their order.

@@ -37,8 +37,8 @@ class MysqlViews(MysqlReads):
     def _upkeep(self, tx: Session) -> ViewUpkeep | None:
         if not self.views or not has_views(tx):
             return None
-        versions = [version for version in read_versions(tx, self.pipeline) if version.moves]
-        if not versions:
+        versions = read_versions(tx, self.pipeline)
+        if not any(version.moves for version in versions):
             return None
         labels = {label for version in versions for label in version.view.columns}
         return MysqlViewUpkeep(tx, self.pipeline, self._targets(tx, labels), versions)

@@ -163,6 +163,9 @@ class PostgresRecord(PostgresFence):
         with self._fenced(epoch, "alone", rehearsal) as (connection, applied):
             recorded = self._targets(connection)
             for target in targets:
+                if target.table.label in recorded:
+                    self._redefine_views(connection, applied, recorded[target.table.label], target)
+            for target in targets:
                 if self.mode == "changelog" and _exists(connection, target):
                     self._refuse_older_history(connection, target, start)
                 before = recorded.get(target.table.label)

@@ -21,6 +21,7 @@ from airflow_cdc_provider.engine.views.definition import View
 from airflow_cdc_provider.engine.views.select_parser import parse_view
 from airflow_cdc_provider.engine.views.settings import ViewSettings
 
+_NAME_BYTES = 63
 _PROBE = sql.SQL("pg_temp.cdc_probe")
 # Functions that the server calls stable although their result depends only on arguments and on settings that every
 # session of the engine has.
@@ -74,6 +75,11 @@ def checked_view(connection: Connection, settings: ViewSettings, targets: Mappin
     """
     view = parse_view(settings, {label: target.table for label, target in targets.items()}, "postgres")
     tables = quoted_tables(connection, targets.values())
+    if len(view.name.encode()) > _NAME_BYTES:
+        raise ConfigError(
+            f"view {view.label}: its name is longer than {_NAME_BYTES} bytes, to which Postgres would truncate it",
+            "Give it a shorter name.",
+        )
     own = {(target.schema, target.name): label for label, target in targets.items()}
     if (view.schema, view.name) in own:
         raise ConfigError(

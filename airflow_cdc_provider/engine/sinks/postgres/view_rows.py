@@ -158,12 +158,7 @@ class ViewRows:
         patterns = list(self._patterns())
         self._run("CREATE TEMPORARY TABLE {fresh} ON COMMIT DROP AS {select} WITH NO DATA", select=self.select)
         for nulls in patterns:
-            condition = match(self._anchor("cdc_anchor"), self.root_anchor(self._quoted_root), nulls)
-            restriction = (
-                f"{self._anchors.as_string(self._connection)} AS cdc_anchor",
-                condition.as_string(self._connection),
-            )
-            self._run("INSERT INTO {fresh} {select}", select=sql.SQL(self._view.select(self._tables, restriction)))
+            self._run("INSERT INTO {fresh} {select}", select=self._select_anchors(nulls))
         self._run("ANALYZE {fresh}")
         for nulls in patterns:
             if self._view.one_row:
@@ -171,9 +166,17 @@ class ViewRows:
             else:
                 self._write_several(nulls)
 
-    @property
-    def _quoted_root(self) -> str:
-        return self._view.quote(self._view.root.name)
+    def insert(self) -> None:
+        """Compute the rows of the found anchors, of which the view has none yet, and add them."""
+        for nulls in list(self._patterns()):
+            self._run("INSERT INTO {view} {select}", select=self._select_anchors(nulls))
+
+    def _select_anchors(self, nulls: Nulls) -> sql.Composable:
+        """Return the SELECT of the rows of the found anchors that have the given NULLs."""
+        root = self.root_anchor(self._view.quote(self._view.root.name))
+        restriction = sql.SQL("{} AS cdc_anchor").format(self._anchors), match(self._anchor("cdc_anchor"), root, nulls)
+        relation, condition = (part.as_string(self._connection) for part in restriction)
+        return sql.SQL(self._view.select(self._tables, (relation, condition)))
 
     def _patterns(self) -> Iterator[Nulls]:
         """Yield the combinations of NULLs among the anchors."""
@@ -187,28 +190,36 @@ class ViewRows:
     def _write_single(self, nulls: Nulls) -> None:
         """Write the differences of a view with at most one row for an anchor."""
         names = [sql.Identifier(output.name) for output in self._view.outputs]
-        view, fresh = self._anchor("v", outputs=True), self._anchor("f", outputs=True)
-        parts = {
-            "names": listed(names),
-            "values": listed(sql.SQL("f.{}").format(name) for name in names),
-            "stored": listed(sql.SQL("v.{}").format(name) for name in names),
-            "same": match(view, fresh, nulls),
-        }
-        self._run(
-            "UPDATE {view} v SET ({names}) = ROW({values}) FROM {fresh} f"
-            " WHERE {same} AND NOT ROW({stored})::record *= ROW({values})::record",
-            **parts,
+        view, fresh, anchors = self._anchor("v", outputs=True), self._anchor("f", outputs=True), self._anchor("a")
+        stored, values, excluded = (
+            listed(sql.SQL("{}.{}").format(sql.SQL(row), name) for name in names) for row in ("v", "f", "excluded")
         )
-        anchors = self._anchor("a")
+        parts = {"names": listed(names), "values": values, "stored": stored, "excluded": excluded}
+        same = match(view, fresh, nulls)
         self._run(
             "DELETE FROM {view} v USING {anchors} a WHERE {hit} AND NOT EXISTS (SELECT FROM {fresh} f WHERE {kept})",
             hit=match(view, anchors, nulls),
             kept=match(fresh, anchors, nulls),
         )
+        if not self._view.grouped:  # the anchor is the primary key
+            self._run(
+                "INSERT INTO {view} AS v ({names}) SELECT {values} FROM {fresh} f ON CONFLICT ({key})"
+                " DO UPDATE SET ({names}) = ROW({excluded}) WHERE NOT ROW({stored})::record *= ROW({excluded})::record",
+                key=listed(sql.Identifier(each.output) for each in self._view.anchor),
+                **parts,
+            )
+            return
+        self._run(
+            "UPDATE {view} v SET ({names}) = ROW({values}) FROM {fresh} f"
+            " WHERE {same} AND NOT ROW({stored})::record *= ROW({values})::record",
+            same=same,
+            **parts,
+        )
         self._run(
             "INSERT INTO {view} ({names}) SELECT {values} FROM {fresh} f"
             " WHERE {pattern} AND NOT EXISTS (SELECT FROM {view} v WHERE {same})",
             pattern=self._pattern(fresh, nulls),
+            same=same,
             **parts,
         )
 

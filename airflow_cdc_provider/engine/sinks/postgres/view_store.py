@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import psycopg2
 from psycopg2 import sql
 
+from airflow_cdc_provider.engine.core.errors import ViewRefused
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.core.record import Target
@@ -44,6 +47,10 @@ SELECT EXISTS (
     SELECT FROM airflow_cdc.chunks c JOIN airflow_cdc.pipelines p USING (pipeline)
     WHERE c.pipeline = %s AND (c.high_lsn IS NULL OR c.high_lsn > p.applied_lsn))
 """
+_DEPENDENTS = (
+    "The new version of the view is built. Drop what depends on the former table, such as an SQL view, then start again;"
+    " create it again afterwards."
+)
 # Indexes whose first columns are the given ones, in any order.
 _INDEXES = """
 SELECT i.indexrelid::regclass::text, i.indisvalid FROM pg_index i
@@ -115,7 +122,23 @@ class PostgresViewStore(ViewStore):
     def _run(self, text: str, **parts: sql.Composable) -> list[tuple[Any, ...]]:
         return rows(self._connection, sql.SQL(text).format(**parts))
 
+    @contextmanager
+    def _naming(self, version: ViewVersion, solution: str | None = None) -> Iterator[None]:
+        """Name the view in an error of the server.
+
+        :raises ViewRefused: in place of the server's error.
+        """
+        try:
+            yield
+        except (psycopg2.DataError, psycopg2.IntegrityError, psycopg2.InternalError, psycopg2.ProgrammingError) as e:
+            raise ViewRefused.by(version.view.label, e.diag.message_primary or str(e), solution) from e
+
     def begin(self, version: ViewVersion) -> None:
+        with self._naming(version):
+            self._begin(version)
+        failpoint("before-view-begun")
+
+    def _begin(self, version: ViewVersion) -> None:
         view = version.view
         mark = hashlib.sha256(f"{self._pipeline} {version.number}".encode()).hexdigest()[:12]
         relation, queue = f"airflow_cdc_{mark}", f"queue_{mark}"
@@ -146,9 +169,13 @@ class PostgresViewStore(ViewStore):
             [sql.Identifier(root.schema, root.name).as_string(self._connection)],
         )
         self._change(version, relation=relation, queue=queue, anchors_expected=estimate)
-        failpoint("before-view-begun")
 
     def build(self, version: ViewVersion, count: int) -> None:
+        with self._naming(version):
+            self._build(version, count)
+        failpoint("before-view-built")
+
+    def _build(self, version: ViewVersion, count: int) -> None:
         view_rows, root = self._rows(version), self.targets[version.view.root.label]
         anchor = view_rows.root_anchor("t")
         beyond = view_rows.without_nulls(anchor)
@@ -180,14 +207,13 @@ class PostgresViewStore(ViewStore):
             chosen = sql.SQL("{} AND ({}) <= ({})").format(beyond, listed(anchor), listed(view_rows.bound(built)))
         query = sql.SQL("SELECT {} FROM {} t WHERE {}").format(named, table, chosen)
         view_rows.find(query, unbuilt=True)
-        view_rows.recompute()
+        view_rows.insert()
         self._change(
             version,
             built=None if built is None else list(built),
             anchors_built=version.anchors_built + found,
             complete=found < count,
         )
-        failpoint("before-view-built")
 
     def exchange(self, version: ViewVersion) -> None:
         view = version.view
@@ -198,7 +224,8 @@ class PostgresViewStore(ViewStore):
             names = [built.as_string(self._connection), final.as_string(self._connection)]
             for (grant,) in rows(self._connection, _GRANTS, names):
                 rows(self._connection, grant)
-            self._run("DROP TABLE {final}", final=final)
+            with self._naming(version, _DEPENDENTS):
+                self._run("DROP TABLE {final}", final=final)
         self._run("ALTER TABLE {built} RENAME TO {name}", built=built, name=sql.Identifier(view.name))
         for each in former:
             remove_version(self._connection, self._pipeline, each)

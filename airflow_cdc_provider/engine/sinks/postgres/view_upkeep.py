@@ -16,7 +16,7 @@ from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.postgres.connection import Connection, rows
 from airflow_cdc_provider.engine.sinks.postgres.staging_tables import PostgresTableStatements
-from airflow_cdc_provider.engine.sinks.postgres.view_record import record_work
+from airflow_cdc_provider.engine.sinks.postgres.view_record import end_version, record_work
 from airflow_cdc_provider.engine.sinks.postgres.view_rows import ViewRows, listed
 from airflow_cdc_provider.engine.sinks.staged import Staged
 from airflow_cdc_provider.engine.sinks.transactional.view_upkeep import ViewUpkeep
@@ -95,6 +95,12 @@ class PostgresViewUpkeep(ViewUpkeep):
 
     def _queue(self, version: ViewVersion) -> None:
         self._rows_of(version).queue()
+
+    def _execute(self, statement: str) -> None:
+        rows(self._connection, statement)
+
+    def _end(self, version: ViewVersion, before: LogPosition) -> None:
+        end_version(self._connection, self._pipeline, version, before)
 
     def _record(self, version: ViewVersion, behind: LogPosition | None, anchors: int, seconds: float) -> None:
         record_work(self._connection, self._pipeline, version, behind, anchors, seconds)

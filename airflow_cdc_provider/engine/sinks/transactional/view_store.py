@@ -166,7 +166,7 @@ class ViewStore(ABC):
         :raises CannotFollow: when a view does not fit the changed table.
         """
         change = redefinition(before, after)
-        changed = {column.name for column in (*change.added, *change.retyped)} | set(change.dropped)
+        changed = {column.name for column in (*change.added, *change.retyped)} | {*change.dropped, *change.replaced}
         changed |= {name for pair in change.renamed for name in pair}
         tables = {label: target.table for label, target in self.targets.items()} | {after.label: after}
         wanted = {settings.label: settings for settings in self.views}

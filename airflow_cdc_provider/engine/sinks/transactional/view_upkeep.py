@@ -23,6 +23,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
+from airflow_cdc_provider.engine.core.errors import ViewRefused
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.sinks.staged import Staged
@@ -37,6 +38,7 @@ class ViewUpkeep(ABC):
 
     def __init__(self, versions: Sequence[ViewVersion]) -> None:
         self._versions = [version for version in versions if version.moves]
+        self._newest = {version.view.label: version.number for version in versions}
         read: dict[str, set[str]] = {}
         for version in self._versions:
             for label, columns in version.view.columns.items():
@@ -73,6 +75,17 @@ class ViewUpkeep(ABC):
     @abstractmethod
     def _queue(self, version: ViewVersion) -> None:
         """Put the found anchors into the version's queue."""
+
+    @abstractmethod
+    def _execute(self, statement: str) -> None:
+        """Execute a statement of the SQL standard."""
+
+    @abstractmethod
+    def _end(self, version: ViewVersion, before: LogPosition) -> None:
+        """Let a version no longer move with the mirror.
+
+        :param before: the position up to which it has all changes.
+        """
 
     @abstractmethod
     def _record(self, version: ViewVersion, behind: LogPosition | None, anchors: int, seconds: float) -> None:
@@ -115,8 +128,22 @@ class ViewUpkeep(ABC):
         """
         for version in self._versions:
             labels = self._noted & version.view.columns.keys()
-            if labels:
+            if labels and version.number == self._newest[version.view.label]:
                 self._settle(version, labels, before)
+            elif labels:
+                self._settle_or_end(version, labels, before)
+
+    def _settle_or_end(self, version: ViewVersion, labels: Collection[str], before: LogPosition) -> None:
+        """Bring a version up to date whose successor is being built, or end it if it cannot be computed.
+
+        Otherwise a definition that cannot be computed could not be replaced by one that can.
+        """
+        self._execute("SAVEPOINT cdc_view")
+        try:
+            self._settle(version, labels, before)
+        except ViewRefused:
+            self._execute("ROLLBACK TO SAVEPOINT cdc_view")
+            self._end(version, before)
 
     def _settle(self, version: ViewVersion, labels: Collection[str], before: LogPosition) -> None:
         started = time.monotonic()

@@ -98,11 +98,9 @@ class ViewKeeper:
         self._indexed: set[int] = set()
         self._turn = 0
 
-    def step(self, everything: bool = False) -> bool:
-        """Do the next step; return whether there was one.
+    def reconcile(self) -> None:
+        """Make the recorded views those of the file, once.
 
-        :param everything: drain all queues, also those that are to be refreshed later.
-        :raises Fenced: when another run has the epoch.
         :raises ConfigError: when a view of the file cannot be maintained.
         """
         if not self._reconciled:
@@ -110,6 +108,15 @@ class ViewKeeper:
                 store.reconcile()
             self._reconciled = True
             failpoint("after-view-reconciled")
+
+    def step(self, everything: bool = False) -> bool:
+        """Do the next step; return whether there was one.
+
+        :param everything: drain all queues, also those that are to be refreshed later.
+        :raises Fenced: when another run has the epoch.
+        :raises ConfigError: when a view of the file cannot be maintained.
+        """
+        self.reconcile()
         self._turn += 1
         chosen: tuple[ViewVersion, Step] | None = None
         try:

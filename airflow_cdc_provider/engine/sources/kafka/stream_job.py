@@ -23,7 +23,7 @@ from airflow_cdc_provider.engine.runs.commit_records import existing_record
 from airflow_cdc_provider.engine.runs.foreach_batch import ForeachBatch
 from airflow_cdc_provider.engine.runs.progress import StreamProgress
 from airflow_cdc_provider.engine.runs.run import Run
-from airflow_cdc_provider.engine.runs.view_work import keeping_views
+from airflow_cdc_provider.engine.runs.view_work import ViewWork, keeping_views
 from airflow_cdc_provider.engine.sources.kafka import message_view
 from airflow_cdc_provider.engine.sources.kafka.avro_texts import unknown_schemas
 from airflow_cdc_provider.engine.sources.kafka.bad_messages import SetAside
@@ -135,9 +135,13 @@ class TopicJob:
                 self._look_at_records()
 
     def _follow(self, target: UnitNumber | None, goal: Goal | None) -> StreamProgress:
+        with keeping_views(self._run) as views:
+            return self._follow_with(views, target, goal)
+
+    def _follow_with(self, views: ViewWork, target: UnitNumber | None, goal: Goal | None) -> StreamProgress:
         query = self._start()
         beat = time.monotonic()
-        with self._batches.watched(query), keeping_views(self._run) as views:
+        with self._batches.watched(query):
             while not self._run.stopping and not (self._done(target, goal) and views.finish(self._units.applied)):
                 if self._batches.ended(query):
                     break

@@ -76,15 +76,18 @@ class StreamJob:
 
         :raises CdcError: when the stream cannot go on.
         """
-        with socket_directory() as directory, self._staging.serving(directory, self._run.lag.idle):
-            return self._follow(self._start(directory), target)
+        with (
+            keeping_views(self._run) as views,
+            socket_directory() as directory,
+            self._staging.serving(directory, self._run.lag.idle),
+        ):
+            return self._follow(self._start(directory), target, views)
 
-    def _follow(self, query: StreamingQuery, target: Lsn | None) -> StreamProgress:
+    def _follow(self, query: StreamingQuery, target: Lsn | None, views: ViewWork) -> StreamProgress:
         try:
             with self._batches.watched(query):
                 try:
-                    with keeping_views(self._run) as views:
-                        self._watch(query, target, views)
+                    self._watch(query, target, views)
                 finally:
                     self._sinks.halt()
         except DRIVER_ERRORS as e:
