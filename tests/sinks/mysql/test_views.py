@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import random
+import re
+import signal
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pytest
+
+from airflow_cdc_provider.engine.core.chunk import Chunk
+from airflow_cdc_provider.engine.core.effect import Effect
+from airflow_cdc_provider.engine.core.errors import CannotFollow
+from airflow_cdc_provider.engine.core.failpoint import VARIABLE
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.table import Column, Leaf, Table
+from airflow_cdc_provider.engine.sinks.mysql import view_store as mysql_view_store
+from airflow_cdc_provider.engine.sinks.mysql import views as mysql_views
 from airflow_cdc_provider.engine.sinks.mysql.sink import MysqlSink
+from airflow_cdc_provider.engine.sinks.transactional import view_upkeep
+from airflow_cdc_provider.engine.sinks.transactional import views as transactional_views
 from airflow_cdc_provider.engine.views.settings import ViewSettings
 from local_servers.mariadb import MariadbServer
-from tests.sinks.begun_sink import IDENTITY, Begun
-from tests.sinks.view_cases import CHUNKS, SETTINGS, TARGETS, random_effects
+from tests.sinks.begun_sink import IDENTITY, WATERMARK, Begun, batch
+from tests.sinks.mysql.prepared_sink import query
+from tests.sinks.view_cases import CHUNKS, SETTINGS, TARGETS, Row, random_effects
+from tests.support.given_rows import GivenRows
 from tests.support.mysql_store import MysqlStore
 
 
@@ -52,3 +74,260 @@ def test_views_equal_their_selects_after_every_unit(mariadb: MariadbServer) -> N
         assert begun.sink.commit(begun.epoch, lsn, lsn + 10, pieces)
         lsn += 10
         assert_equal(mariadb)
+
+
+def committed(begun: Begun) -> int:
+    """Return the applied LSN."""
+    return int(begun.record.applied)
+
+
+def commit_random(begun: Begun, rnd: random.Random) -> None:
+    """Commit a random unit of one or two pieces."""
+    lsn = committed(begun)
+    pieces = [begun.piece(*random_effects(rnd), index=index) for index in range(rnd.randint(1, 2))]
+    assert begun.sink.commit(begun.epoch, lsn, lsn + 10, pieces)
+
+
+def reread(
+    begun: Begun, target: Target, keys: Sequence[str] | None, rows: Sequence[Row], before: Target | None = None
+) -> None:
+    """Read rows of a table again."""
+    texts = [tuple(None if cell is None else str(cell) for cell in row) for row in rows]
+    watermark = replace(WATERMARK, high=committed(begun))
+    chosen = None if keys is None else frozenset((key,) for key in keys)
+    batches = [batch(*texts)] if texts else []
+    begun.sink.replace(begun.epoch, target, chosen, GivenRows(batches, lambda: watermark), before or target)
+
+
+def test_rows_that_are_read_again_move_the_views(mariadb: MariadbServer) -> None:
+    begun, rnd = begin(mariadb), random.Random(2)
+    build(begun)
+    for n in range(30):
+        commit_random(begun, rnd)
+        target = rnd.choice(TARGETS)
+        keys = [str(key) for key in rnd.sample(range(12), 5)]
+        rows = [(int(key), rnd.randint(0, 11), rnd.randint(0, 7), None) for key in keys if rnd.random() < 0.7]
+        if n % 5 == 4:
+            reread(begun, target, None, rows)
+            build(begun)
+        else:
+            reread(begun, target, keys, rows)
+        assert_equal(mariadb)
+
+
+def test_views_follow_a_changed_definition(mariadb: MariadbServer) -> None:
+    begun = begin(mariadb)
+    build(begun)
+    assert isinstance(begun.sink, MysqlSink)
+    numbers = [version.number for version in begun.sink.view_versions()]
+    a = TARGETS[0]
+    more = replace(a, table=replace(a.table, columns=(*a.table.columns, column("more", "text", 5))))
+    begun.sink.redefine(begun.epoch, a, more)
+    assert [version.number for version in begun.sink.view_versions()] == numbers  # no view reads the column
+    wider = replace(
+        a, table=replace(more.table, columns=(*a.table.columns[:2], column("v", "bigint", 3), *more.table.columns[3:]))
+    )
+    begun.sink.redefine(begun.epoch, more, wider)
+    build(begun)
+    assert_equal(mariadb)
+    changed = [version.view.name for version in begun.sink.view_versions() if version.number not in numbers]
+    assert sorted(changed) == ["grp", "left3", "many"]
+    assert dict(described(mariadb, "left3"))["v"].startswith("bigint")
+    lacking = replace(a, table=replace(wider.table, columns=tuple(c for c in wider.table.columns if c.name != "me")))
+    with pytest.raises(CannotFollow, match=r"view dwd\.left3 cannot follow a change of shop\.a"):
+        begun.sink.redefine(begun.epoch, wider, lacking)
+    whole = replace(
+        a,
+        table=replace(
+            a.table, columns=tuple(replace(c, type="text") if c.name == "v" else c for c in wider.table.columns)
+        ),
+    )
+    reread(begun, whole, None, [(1, 2, 3, 4, None)], wider)
+    build(begun)
+    assert_equal(mariadb)
+    assert dict(described(mariadb, "left3"))["v"] == "longtext"
+
+
+def column(name: str, kind: str, attnum: int) -> Column:
+    return Column(name, kind, 0, None, False, True, attnum=attnum)
+
+
+def described(server: MariadbServer, view: str) -> list[tuple[str, str]]:
+    return [(str(row[0]), str(row[1])) for row in query(server, f"SHOW COLUMNS FROM dwd.{view}")]
+
+
+@pytest.mark.parametrize("how", [{"max_rows": 2}, {"refresh": 3600.0}])
+def test_what_takes_too_long_is_queued(mariadb: MariadbServer, how: dict[str, Any]) -> None:
+    views = [replace(view, **how) for view in SETTINGS]
+    begun, rnd = begin(mariadb, views), random.Random(4)
+    build(begun)
+    assert isinstance(begun.sink, MysqlSink)
+    queued = 0
+    for _ in range(20):
+        commit_random(begun, rnd)
+        queued += sum(version.behind is not None for version in begun.sink.view_versions())
+        if rnd.random() < 0.5:
+            build(begun, everything=True)
+            assert all(version.behind is None for version in begun.sink.view_versions())
+            assert_equal(mariadb)
+    assert queued > 20
+    build(begun, everything=True)
+    assert_equal(mariadb)
+
+
+KEY = ("name", "n")
+KINDS = {
+    "name": "text",
+    "n": "bigint",
+    "word": "text",
+    "price": "numeric(10,2)",
+    "size": "double precision",
+    "at": "timestamp without time zone",
+    "flag": "boolean",
+    "data": "bytea",
+    "doc": "jsonb",
+    "body": "text",
+}
+VALUES = {
+    "name": ["a", "A", "a ", "ä", 'it\'s \\ "quoted" %s'],
+    "n": ["1", "2", "-9223372036854775808"],
+    "word": ["a", "A", "a ", "", "%", None],
+    "body": ["x" * 1100 + "y", "x" * 1100 + "z", None],
+    "price": ["1.00", "1.10", "-0.01", None],
+    "size": ["0.1", "1e+100", "0.30000000000000004", None],
+    "at": ["2020-01-01 00:00:00", "2020-01-01 00:00:00.000001", None],
+    "flag": ["t", "f", None],
+    "data": ["\\x", "\\x00", "\\x41", None],
+    "doc": ['{"a": 1}', '{"a": 1.0}', None],
+}
+TYPED = Target(
+    Table(
+        9,
+        "shop",
+        "typed",
+        tuple(
+            Column(name, kind, 0, None, name in KEY, True, attnum=n) for n, (name, kind) in enumerate(KINDS.items(), 1)
+        ),
+        KEY,
+        "d",
+        None,
+        (Leaf(9, "shop", "typed"),),
+        "r",
+    ),
+    "copy",
+    "typed",
+)
+COUNTS = "count(*) AS m, min(t.data) AS d, group_concat(t.n ORDER BY t.n, t.name) AS s FROM shop.typed t GROUP BY"
+SELECTS = {
+    "plain": f"SELECT {', '.join(f't.{name}' for name in KINDS)} FROM shop.typed t",
+    "pairs": "SELECT t.name, t.n, t.word, u.price AS p, u.doc AS d, u.body FROM shop.typed t"
+    " JOIN shop.typed u ON u.word = t.word",
+    "two": "SELECT t.word AS w, t.price AS p, sum(t.size) AS s, max(upper(t.name)) AS m FROM shop.typed t"
+    " LEFT JOIN shop.typed u ON u.n = t.n AND u.flag <> t.flag GROUP BY t.word, t.price",
+    # The server groups by the beginning of long texts.
+    **{f"by_{name}": f"SELECT t.{name} AS k, {COUNTS} t.{name}" for name in KINDS if name != "body"},
+}
+OF_TYPES = tuple(ViewSettings("dwd", name, text) for name, text in SELECTS.items())
+
+
+def typed_effect(rnd: random.Random) -> Effect:
+    rows: dict[tuple[str | None, ...], dict[str, str | None] | None] = {}
+    for _ in range(rnd.randint(1, 6)):
+        row = {name: rnd.choice(values) for name, values in VALUES.items()}  # type: ignore[arg-type]
+        rows[row["name"], row["n"]] = None if rnd.random() < 0.3 else row
+    columns = {"erased": pa.array([row is None for row in rows.values()])}
+    for place, name in enumerate(KINDS):
+        cells = [dict(zip(KEY, key, strict=True)).get(name) if row is None else row[name] for key, row in rows.items()]
+        columns[f"c{place}"] = pa.array(cells, pa.large_string())
+    return Effect(TYPED.table.label, False, pa.table(columns))
+
+
+def test_values_of_all_types_are_compared_exactly(mariadb: MariadbServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts are long, or differ in case and spaces; views are built in small ranges while units are applied."""
+    monkeypatch.setattr(transactional_views, "FIRST_PORTION", 2)
+    sink = MysqlSink(mariadb.dsn, "p", "mirror", views=OF_TYPES)
+    chunk = Chunk(TYPED.table.label, 0, None, None)
+    sink.prepare([TYPED], [chunk], IDENTITY, 100)
+    begun = Begun(MysqlStore(mariadb), sink, sink.take_epoch("test"))
+    begun.copy(chunk, target=TYPED)
+    begun.unit(100, 200)
+    rnd = random.Random(5)
+
+    def unit() -> None:
+        lsn = committed(begun)
+        assert begun.unit(lsn, lsn + 10, typed_effect(rnd))
+
+    for _ in range(4):
+        unit()
+    keeper = sink.view_keeper(begun.epoch)
+    while keeper.step():
+        monkeypatch.setattr(keeper, "_portions", {})
+        if rnd.random() < 0.2:
+            unit()
+    assert_equal(mariadb, OF_TYPES)
+    for _ in range(25):
+        unit()
+        assert_equal(mariadb, OF_TYPES)
+
+
+PLACES = sorted(
+    name
+    for file in (view_upkeep, transactional_views, mysql_view_store, mysql_views)
+    for name in re.findall(r'\bfailpoint\("([^"]+)"\)', Path(file.__file__).read_text(encoding="utf-8"))
+)
+
+
+CHANGES = {"left3": ("b.v AS bv", "b.v + 1 AS bv"), "many": ("min(c.v)", "max(c.v)"), "grp": ("sum(a.v)", "min(a.v)")}
+CHANGED = tuple(
+    replace(view, sql=view.sql.replace(*CHANGES[view.name]), max_rows=2) for view in SETTINGS if view.name in CHANGES
+)
+"""The views with other definitions, queues for more than two rows, and without one of them."""
+
+
+def drop_indexes(server: MariadbServer, table: str) -> None:
+    """Drop the indexes that the upkeep of views needs."""
+    found = query(server, f"SHOW INDEX FROM copy.{table} WHERE Key_name LIKE 'airflow_cdc%'")
+    for name in {row[2] for row in found}:
+        query(server, f"DROP INDEX {name} ON copy.{table}")
+
+
+def work(server: MariadbServer, place: str) -> None:
+    """Exchange views for others and drain their queues, until the process is killed."""
+    os.environ[VARIABLE] = f"{place}:kill"
+    sink = MysqlSink(server.dsn, "p", "mirror", views=CHANGED)
+    begun = Begun(MysqlStore(server), sink, sink.take_epoch("other"))
+    rnd = random.Random(6)
+    build(begun)
+    for _ in range(5):
+        commit_random(begun, rnd)
+        build(begun, everything=True)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_another_keeper_continues_after_a_kill(mariadb: MariadbServer, place: str) -> None:
+    build(begin(mariadb))
+    for table in ("a", "b", "c") if place == "after-view-index" else ():
+        drop_indexes(mariadb, table)
+    process = multiprocessing.get_context("fork").Process(target=work, args=(mariadb, place))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    sink = MysqlSink(mariadb.dsn, "p", "mirror", views=CHANGED)
+    begun = Begun(MysqlStore(mariadb), sink, sink.take_epoch("next"))
+    sink.sweep(begun.epoch)
+    rnd = random.Random(7)
+    commit_random(begun, rnd)
+    build(begun, everything=True)
+    assert_equal(mariadb, CHANGED)
+    commit_random(begun, rnd)
+    build(begun, everything=True)
+    assert_equal(mariadb, CHANGED)
+    left = [
+        str(name)
+        for (name,) in query(
+            mariadb, "SELECT table_name FROM information_schema.tables WHERE table_schema = 'airflow_cdc'"
+        )
+    ]
+    assert not [name for name in left if name.startswith("view_")]
+    assert sum(name.startswith("queue_") for name in left) == len(sink.view_versions())
+    assert not query(mariadb, "SELECT * FROM airflow_cdc.pending")

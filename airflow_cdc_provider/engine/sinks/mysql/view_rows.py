@@ -164,7 +164,7 @@ class ViewRows:
     def take(self, count: int) -> bool:
         """Take about ``count`` anchors from the queue; return whether some are left there."""
         first = f"SELECT id FROM {self._queue_table} ORDER BY id LIMIT {count}"
-        (last,) = self._session.one(f"SELECT COALESCE(MAX(id), 0) FROM ({first}) AS portion")
+        (last,) = self._session.one(f"SELECT COALESCE(MAX(id), 0) FROM ({first}) AS taken")
         self.find([f"SELECT {self._listed} FROM {self._queue_table} WHERE id <= {last}"])
         self._session.run(f"DELETE FROM {self._queue_table} WHERE id <= {last}")
         return bool(self._session.rows(f"SELECT 1 FROM {self._queue_table} LIMIT 1"))
