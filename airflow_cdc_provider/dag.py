@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.sdk import DAG, Param, TaskGroup, TriggerRule
 
+from airflow_cdc_provider.assets import view_asset
 from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.lsn import format_lsn
 from airflow_cdc_provider.engine.core.stream_end import CAUGHT_UP, FOREVER, Ending
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.hooks.views import views_of
 from airflow_cdc_provider.operators.pipeline import CdcPreflightOperator, CdcProvisionOperator
 from airflow_cdc_provider.operators.snapshot import CdcPlanOperator, CdcSnapshotOperator
 from airflow_cdc_provider.operators.stream import CdcStreamOperator
@@ -227,8 +229,11 @@ def stream_params(until: str = CAUGHT_UP, groups: int = 2) -> dict[str, Param]:
 
 def _describe(pipeline: Pipeline) -> str:
     tables = "\n".join(f"* `{name}`" for name in pipeline.source.captured)
+    views = "".join(
+        f"\n* `{name}`, as the asset `{view_asset(pipeline.name, name).name}`" for name in views_of(pipeline)
+    )
     sinks = " and ".join(f"{sink.type} ({sink.mode}, schema `{sink.schema}`)" for sink in pipeline.sinks)
     return (
         f"### Pipeline {pipeline.name}\n\nCopies from {pipeline.source.type} to {sinks}, and applies each change"
-        f" exactly once:\n\n{tables}\n{_STEPS}"
+        f" exactly once:\n\n{tables}\n{_STEPS}" + (f"\nViews over the tables:\n{views}\n" if views else "")
     )

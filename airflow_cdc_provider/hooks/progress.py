@@ -22,6 +22,9 @@ def progress_line(progress: Mapping[str, Any]) -> str:
         parts.append(f"{progress['changes']:,} changes applied up to {progress['applied_lsn']}")
     if progress.get("rows_per_second"):
         parts.append(f"{progress['rows_per_second']:,} rows/s")
+    for view in progress.get("views", ()):
+        if view["state"] in ("building", "rebuilding"):
+            parts.append(f"view {view['view']} is built to {view['built_percent']} %")
     lag = [human_bytes(progress["lag_bytes"])] if progress.get("lag_bytes") is not None else []
     lag += [f"{progress['lag_seconds']:.1f} s"] if progress.get("lag_seconds") is not None else []
     lag += [f"{progress['lag_messages']:,} messages"] if progress.get("lag_messages") is not None else []

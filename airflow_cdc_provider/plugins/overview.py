@@ -17,6 +17,7 @@ from airflow_cdc_provider.engine.postgres.slot_budget import Budget
 from airflow_cdc_provider.engine.postgres.slots import SlotState
 from airflow_cdc_provider.engine.sources.postgres.settings import has_slot, postgres_settings
 from airflow_cdc_provider.engine.state.heartbeat import STREAM, Heartbeat
+from airflow_cdc_provider.hooks.views import views_of
 from airflow_cdc_provider.plugins.pipeline_files import PipelineFile
 from airflow_cdc_provider.plugins.reports import PipelineReport
 from airflow_cdc_provider.plugins.slot_polls import SlotAnswer
@@ -140,6 +141,7 @@ def describe(file: PipelineFile, report: PipelineReport, poll: SlotAnswer | None
         "batches": history["batches"][::-1],
         "errors": [_for_readers(error) for error in history["errors"][::-1]],
         "tables": report.ledger.shown(report.beats) if report.ledger else [],
+        "views": _views(pipeline, report),
         "jobs": [
             {
                 "part": beat.part,
@@ -151,6 +153,15 @@ def describe(file: PipelineFile, report: PipelineReport, poll: SlotAnswer | None
             for beat in sorted(report.beats, key=lambda beat: -beat.at)
         ],
     }
+
+
+def _views(pipeline: Pipeline, report: PipelineReport) -> Sequence[JsonObject]:
+    """Return the states of the views that the last stream has reported; before one has, those of the file wait."""
+    beats = [beat for beat in report.beats if "views" in beat.progress]
+    if not beats:
+        return [{"view": view, "state": "waiting", "built_percent": 0.0} for view in views_of(pipeline)]
+    views: Sequence[JsonObject] = max(beats, key=lambda beat: beat.at).progress["views"]
+    return views
 
 
 def _alive(report: PipelineReport) -> list[Heartbeat]:

@@ -31,6 +31,16 @@ from tests.support.pipelines import PipelineUnderTest
 
 pytestmark = [pytest.mark.airflow, pytest.mark.timeout(900)]
 
+VIEWS = {
+    "dwd.orders_wide": {
+        "sql": "SELECT o.id, o.body, c.body AS customer FROM shop.orders o LEFT JOIN shop.customers c ON c.id = o.id"
+    },
+    "dws.orders_by_body": {
+        "sql": "SELECT body, count(*) AS orders FROM shop.orders GROUP BY body",
+        "refresh": "10 seconds",
+    },
+}
+
 DAG = """
 from airflow.sdk import DAG
 from airflow.providers.standard.operators.empty import EmptyOperator
@@ -60,7 +70,9 @@ def shop(airflow: AirflowUnderTest, databases: Databases, tmp_path: Path) -> Ite
     """Return a pipeline that has been copied; its file is in the folder of the page, as ``shop``."""
     tables = ["shop.customers", "shop.orders", "shop.order_lines"]
     stream = {"heartbeat": "1 second", "max_retained_wal": "64MiB"}
-    pipeline = PipelineUnderTest(tmp_path, databases, tables, snapshot={"chunk_rows": 1000}, stream=stream)
+    pipeline = PipelineUnderTest(
+        tmp_path, databases, tables, snapshot={"chunk_rows": 1000}, stream=stream, sink={"views": VIEWS}
+    )
     pipeline.source("CREATE SCHEMA shop")
     for number, table in enumerate(tables, 1):
         pipeline.source(
@@ -140,6 +152,9 @@ def test_one_pipeline_is_shown_and_stopped_and_resumed(
                     page.set_viewport_size({"width": width, "height": 1440 if width > 400 else 1600})
                     for text in ("streaming", "budget 64.0 MiB", "shop.order_lines", "Recent batches", "None."):
                         page.get_by_text(text).first.wait_for()
+                    views = page.get_by_role("region", name="Views")
+                    for text in ("dwd.orders_wide", "up-to-date", " ms each", "refreshed every 10 s"):
+                        views.get_by_text(text).first.wait_for()
                     for name in ("Retained WAL: ", "shop.orders: 16 of 16 chunks copied"):
                         page.get_by_role("img", name=name).wait_for()
                     page.get_by_role("button", name="Stop").wait_for()

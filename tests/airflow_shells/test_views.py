@@ -1,15 +1,19 @@
-"""Views as Airflow sees them: events of assets, and column lineage."""
+"""Views as Airflow sees them: events of assets, column lineage, and their states on the page CDC."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.airflow_support import connection_json
+from tests.support.airflow_support import ROOT, connection_json
 
 # isort: split
 from airflow.sdk import Asset
@@ -18,8 +22,13 @@ from airflow.sdk.execution_time.context import OutletEventAccessors
 
 from airflow_cdc_provider import view_asset
 from airflow_cdc_provider.assets import CHANGED_TABLES, announce_views
+from airflow_cdc_provider.engine.core.lsn import parse_lsn
 from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.hooks.progress import progress_line
 from airflow_cdc_provider.operators.stream import CdcStreamOperator
+from airflow_cdc_provider.plugins.overview import describe
+from airflow_cdc_provider.plugins.pipeline_files import read_pipeline
+from airflow_cdc_provider.plugins.reports import PipelineReport, read_report
 from tests.conftest import Databases
 from tests.support.pipelines import PipelineUnderTest
 from tests.support.spark_jobs import SECONDS, Jobs, Task
@@ -73,6 +82,7 @@ def test_a_task_announces_a_view_only_if_it_has_moved(pipeline: PipelineUnderTes
     assert events(building) == {view: {"pipeline": pipeline.name, "applied_lsn": built["applied_lsn"]}}
     assert pipeline.target_rows("SELECT count(*) FROM dwd.orders_wide") == [(30,)]
     assert_lineage(pipeline, building)
+    assert_shown(pipeline)
 
     pipeline.source("INSERT INTO public.notes VALUES (1)")
     elsewhere = task()
@@ -113,6 +123,14 @@ def assert_lineage(pipeline: PipelineUnderTest, task: Task) -> None:
     assert {orders, customers} <= {each.name for each in lineage.inputs}
 
 
+def assert_shown(pipeline: PipelineUnderTest) -> None:
+    """Check that the page has the views of the ended job."""
+    told = describe(read_pipeline(pipeline.file), read_report(pipeline.pipeline), None, time.time())
+    (view,) = told["views"]
+    assert (view["view"], view["state"], view["built_percent"]) == ("dwd.orders_wide", "up-to-date", 100)
+    assert pipeline.record.applied == parse_lsn(view["as_of"])
+
+
 def test_the_asset_of_a_view_is_not_that_of_a_table() -> None:
     assert view_asset("shop", "dwd.we ird") == Asset(
         name="shop/views/dwd.we ird", uri="postgres-cdc://shop/views/dwd.we%20ird", group="airflow-cdc"
@@ -131,3 +149,49 @@ def test_a_view_that_lags_behind_is_announced_with_its_own_position() -> None:
         "shop/views/dwd.drained": "0/300",
         "shop/views/dwd.new": "0/200",
     }
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Return a pipeline file with a view, whose connections are known only to workers."""
+    views = {"dwd.wide": {"sql": "SELECT id FROM public.t"}}
+    document = {
+        "pipeline": "shop",
+        "source": {"conn_id": "known_to_workers", "tables": ["public.t"]},
+        "sink": {"conn_id": "known_to_workers", "views": views},
+        "state": str(tmp_path / "state"),
+    }
+    path = tmp_path / "shop.yaml"
+    path.write_text(json.dumps(document), encoding="utf-8")
+    return path
+
+
+def test_views_wait_on_the_page_until_a_stream_reports_them(file: Path) -> None:
+    told = describe(read_pipeline(file), PipelineReport(), None, time.time())
+
+    assert told["views"] == [{"view": "dwd.wide", "state": "waiting", "built_percent": 0.0}]
+
+
+PARSING = """
+import sys
+from airflow_cdc_provider import cdc_dag, view_asset
+
+dag = cdc_dag(sys.argv[1])
+assert f"* `dwd.wide`, as the asset `{view_asset('shop', 'dwd.wide').name}`" in dag.doc_md, dag.doc_md
+print([name for name in ("sqlglot", "psycopg2", "pyspark") if name in sys.modules])
+"""
+
+
+def test_where_dags_are_parsed_views_need_no_parser_and_no_connection(file: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    loaded = subprocess.check_output([sys.executable, "-c", PARSING, str(file)], env=environment, text=True)
+
+    assert loaded.splitlines()[-1] == "[]"
+
+
+def test_a_task_says_how_far_views_are_built() -> None:
+    views = [
+        {"view": "dwd.wide", "state": "building", "built_percent": 12.5},
+        {"view": "dwd.built", "state": "up-to-date", "built_percent": 100.0},
+    ]
+    assert progress_line({"views": views}) == "view dwd.wide is built to 12.5 %"

@@ -79,6 +79,7 @@ class _Vitals:
     """The data that the branches of a part share."""
 
     progress: dict[str, Any] = field(default_factory=dict)
+    views: list[dict[str, Any]] = field(default_factory=list)
     began_with: str | int | None = None
     beat_lost: CdcError | None = None
 
@@ -139,6 +140,15 @@ class Run:
             self._vitals.began_with = self.committed
 
     @property
+    def views(self) -> list[dict[str, Any]]:
+        """Return the states of the views as last read, see :func:`.view_states`; the same for all branches."""
+        return self._vitals.views
+
+    @views.setter
+    def views(self, views: list[dict[str, Any]]) -> None:
+        self._vitals.views = views
+
+    @property
     def committed(self) -> str | int | None:
         """Return the part's committed work: a stream's position, a snapshot's number of chunks, or ``None`` so far."""
         found: str | int | None = self.progress.get("applied_lsn", self.progress.get("finished"))
@@ -180,7 +190,7 @@ class Run:
         progress = {**self.progress, **self.lag.as_dict(), "restarts": self.restarts, "progressed": progressed}
         if "changes" in progress:  # a stream is idle most of the time, so its average rate is meaningless
             progress["rows_per_second"] = self._rate.of(progress["changes"])
-        return progress
+        return progress | ({"views": self.views} if self.views else {})
 
     def beat(self, ended: bool = False) -> None:
         """Write the heartbeat, and check for a request to stop."""

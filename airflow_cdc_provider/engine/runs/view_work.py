@@ -1,16 +1,24 @@
-"""Builds and drains the views of a run's sinks in a thread, between the units that the stream applies."""
+"""Builds and drains the views of a run's sinks in a thread, between the units that the stream applies.
+
+The thread also gives the run the states of the views, which its heartbeats carry to Airflow.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+from airflow_cdc_provider.engine.core.errors import CdcError
 from airflow_cdc_provider.engine.core.lsn import LogPosition
+from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS
 from airflow_cdc_provider.engine.runs.run import Run
+from airflow_cdc_provider.engine.runs.view_states import view_states
 from airflow_cdc_provider.engine.sinks.contract import KeepsViews, ViewKeeper
 
 _IDLE_SECONDS = 0.5
+_REPORT_SECONDS = 5.0
 _END_SECONDS = 5.0
 
 
@@ -28,6 +36,7 @@ class ViewWork:
         self._finishing: LogPosition | None = None
         self._finished = threading.Event()
         self._error: Exception | None = None
+        self._reported = float("-inf")
 
     def check(self) -> None:
         """Raise the error that has ended the work, if there is one."""
@@ -50,10 +59,18 @@ class ViewWork:
                 busy = [keeper.step(everything=target is not None) for keeper in self._keepers]
                 if target is not None and all(keeper.reached(target) for keeper in self._keepers):
                     self._finished.set()
+                if time.monotonic() - self._reported >= _REPORT_SECONDS:
+                    self._report()
                 if not any(busy):
                     self._ending.wait(_IDLE_SECONDS)
         except Exception as e:  # raised by check(), in the thread that watches the stream
             self._error = e
+
+    def _report(self) -> None:
+        """Give the run the states of the views; if a sink cannot be asked, the former ones stay."""
+        with suppress(CdcError, *DRIVER_ERRORS):
+            self._run.views = view_states(self._run.pipeline)
+        self._reported = time.monotonic()
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -68,6 +85,7 @@ class ViewWork:
         finally:
             self._ending.set()
             thread.join(_END_SECONDS)  # an index that is being built may take longer; its session ends with the process
+        self._report()
 
 
 @contextmanager

@@ -99,6 +99,7 @@ _PROGRESS: dict[str, Any] = {
     "slot": dict[str, Any] | None,
     "tables": dict[str, int],
     "restart": _Restart,
+    "views": list[dict[str, Any]],
     "waiting": str | None,
 }
 """The types of those values in a job's progress that other code relies on; further values are only shown."""

@@ -3,7 +3,7 @@
 import { ChakraUI, React, h, usePolled, useWidth } from "./host.js";
 import { Actions } from "./actions.js";
 import { Chart } from "./chart.js";
-import { ago, bytes, clock, count, duration, moment } from "./format.js";
+import { ago, bytes, clock, count, decimal, duration, moment } from "./format.js";
 import { BudgetBar, Nothing, Panel, Problem, ProgressBar, Prose, StateBadge, levelPalette } from "./parts.js";
 
 const { Badge, Box, Button, Flex, Heading, NativeSelect, SimpleGrid, Spinner, Table, Text } = ChakraUI;
@@ -73,6 +73,7 @@ function Body({ pipeline, width }) {
     h(Facts, { pipeline }),
     pipeline.slot && h(Slot, { pipeline }),
     !copied && h(Snapshot, { pipeline }),
+    pipeline.views.length > 0 && h(Views, { views: pipeline.views }),
     h(SimpleGrid, { alignItems: "start", columns: wide ? 2 : 1, gap: 4 }, h(Errors, { errors: pipeline.errors, now: pipeline.now }), h(Batches, { batches: pipeline.batches })),
     copied && pipeline.tables.length > 0 && h(Snapshot, { pipeline }),
     h(Jobs, { jobs: pipeline.jobs, now: pipeline.now }),
@@ -224,6 +225,50 @@ function Snapshot({ pipeline: { tables, snapshot } }) {
     h(More, { all, number: order.length, setAll, what: "tables" }),
   );
 }
+
+const VIEW_STATES = {
+  waiting: { palette: "scheduled", text: "It is built once the tables are consistent" },
+  building: { palette: "running", text: "Its rows are being computed for the first time" },
+  "up-to-date": { palette: "success", text: "It equals its SELECT over the tables" },
+  queued: { palette: "queued", text: "Some affected rows wait to be computed again" },
+  rebuilding: { palette: "running", text: "A new version is being built; readers see the former one" },
+  removed: { palette: "none", text: "It is no longer in the pipeline file and does not move" },
+};
+
+function Views({ views }) {
+  const [all, setAll] = useState(false);
+  return h(
+    Panel,
+    { title: "Views" },
+    views.slice(0, all ? undefined : FEW).map((view) =>
+      h(
+        Box,
+        { key: `${view.sink ?? ""} ${view.view}`, py: 1 },
+        h(
+          Flex,
+          { align: "center", columnGap: 3, fontSize: "sm", wrap: "wrap" },
+          h(Text, { fontWeight: "medium", overflowWrap: "anywhere" }, view.view),
+          h(Badge, { colorPalette: VIEW_STATES[view.state]?.palette, size: "xs", title: VIEW_STATES[view.state]?.text, variant: "solid" }, view.state),
+          h(Text, { color: "fg.muted", fontSize: "xs", overflowWrap: "anywhere" }, describeView(view)),
+        ),
+        view.built_percent < 100 && h(ProgressBar, { done: view.built_percent, label: `${view.view} built`, mt: 1, whole: 100 }),
+      ),
+    ),
+    h(More, { all, number: views.length, setAll, what: "views" }),
+  );
+}
+
+const describeView = ({ as_of, anchors_per_unit, built_percent, milliseconds_per_unit, queued, refresh, sink, units }) =>
+  [
+    sink,
+    built_percent < 100 && `${decimal(built_percent)} % built`,
+    as_of && `as of ${as_of}`,
+    queued > 0 && `${count(queued)} queued`,
+    units > 0 && `${count(units)} units, ${decimal(anchors_per_unit)} ${anchors_per_unit === 1 ? "anchor" : "anchors"} and ${decimal(milliseconds_per_unit)} ms each`,
+    refresh && `refreshed every ${duration(refresh)}`,
+  ]
+    .filter(Boolean)
+    .join(" · ");
 
 const More = ({ all, setAll, number, what }) =>
   number > FEW && h(Button, { onClick: () => setAll(!all), size: "xs", variant: "ghost" }, all ? "Show fewer" : `Show all ${count(number)} ${what}`);

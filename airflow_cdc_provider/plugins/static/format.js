@@ -12,6 +12,8 @@ export const bytes = (count) => {
 
 export const count = (number) => (number == null ? NONE : Math.round(number).toLocaleString("en-US"));
 
+export const decimal = (number) => (number == null ? NONE : number.toLocaleString("en-US", { maximumFractionDigits: 1 }));
+
 export const duration = (seconds) => {
   if (seconds == null) return NONE;
   if (seconds < 10) return `${seconds.toFixed(1)} s`;
