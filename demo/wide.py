@@ -16,12 +16,9 @@ from textwrap import indent
 
 import psycopg
 
-from airflow_cdc_provider.engine.postgres.connection import connected
-from airflow_cdc_provider.engine.sinks.postgres.view_record import has_views, read_versions
-from airflow_cdc_provider.engine.views.version import ViewVersion
 from demo import shop, shop_writers, tables
 from demo.screen import Comparison, Screen, comparison_table, facts
-from demo.tables import ShopMoment, ShopRun, ShopStage
+from demo.tables import Outcome, ShopMoment, ShopRun, ShopStage, summary
 
 SCALE = 0.1
 TRANSACTIONS_PER_SECOND = 100.0
@@ -139,11 +136,10 @@ class WideRun(ShopRun):
 
     def __init__(self, stage: ShopStage, screen: Screen, writers: shop_writers.Writers) -> None:
         super().__init__(stage, screen, writers)
-        self._sink = stage.warehouse.address
-        self._comparer = Comparer(self._sink, VIEWS)
+        self._comparer = Comparer(stage.warehouse.address, VIEWS)
 
     def live(self) -> list[ShopMoment]:
-        self.until("the views", lambda moment: self._built())
+        self.until("the views", lambda moment: all(view["as_of"] for view in moment.status["views"]))
         self.screen.say(
             "The views are built: from now on they move with the copy, and are compared with their SELECTs."
         )
@@ -153,19 +149,20 @@ class WideRun(ShopRun):
     def perform(self) -> bool:
         outcome = self.outcome()
         self._comparer.compare()
-        text = wide_summary(tables.summary(outcome), self._comparer, self._versions())
-        problems = [*outcome.problems, *self._comparer.different]
-        return self.conclude(text, problems, "each view was its SELECT in every snapshot, and the copy is the source.")
+        unequal = [view["view"] for view in outcome.verified["views"] if not view["equal"]]
+        problems = [
+            *outcome.problems,
+            *self._comparer.different,
+            *(f"verify finds a difference in {n}" for n in unequal),
+        ]
+        return self.conclude(
+            wide_summary(outcome, self._comparer),
+            problems,
+            "each view was its SELECT in every snapshot, and the copy is the source.",
+        )
 
-    def _versions(self) -> list[ViewVersion]:
-        with connected(self._sink) as connection:
-            return read_versions(connection, self.pipeline.name) if has_views(connection) else []
 
-    def _built(self) -> bool:
-        return {version.view.label for version in self._versions() if version.in_place} == set(VIEWS)
-
-
-def wide_summary(summary: str, comparer: Comparer, versions: Sequence[ViewVersion]) -> str:
+def wide_summary(outcome: Outcome, comparer: Comparer) -> str:
     """Return the summary of the copy, followed by that of the views."""
     compared = comparison_table(("view", "rows of its SELECT", "rows"), comparer.latest)
     told = [
@@ -175,12 +172,7 @@ def wide_summary(summary: str, comparer: Comparer, versions: Sequence[ViewVersio
             f" {len(comparer.different):,} with differences",
         )
     ]
-    for version in versions:
-        milliseconds = 1000 * version.seconds / max(version.units, 1)
-        told.append(
-            (
-                version.view.name,
-                f"{version.units:,} units with {version.anchors:,} anchors, {milliseconds:.1f} ms a unit",
-            )
-        )
-    return f"{summary}\n\n{compared}\n\n{facts(told)}"
+    for view in outcome.course.end.status["views"]:
+        work = f"{view['units']:,} units with {view['anchors']:,} anchors, {view['milliseconds_per_unit']} ms a unit"
+        told.append((view["view"].partition(".")[2], work))
+    return f"{summary(outcome)}\n\n{compared}\n\n{facts(told)}"

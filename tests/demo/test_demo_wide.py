@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import psycopg
@@ -11,9 +12,6 @@ from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.commit_records import sink_of
 from airflow_cdc_provider.engine.sinks.contract import KeepsViews
-from airflow_cdc_provider.engine.views.definition import View
-from airflow_cdc_provider.engine.views.settings import ViewSettings
-from airflow_cdc_provider.engine.views.version import ViewVersion
 from demo import shop, shop_writers
 from demo.__main__ import main
 from demo.screen import Comparison
@@ -21,6 +19,7 @@ from demo.tables import PIPELINE
 from demo.wide import VIEWS, Comparer, section, wide_summary
 from demo.work_directory import write_pipeline
 from tests.conftest import Databases
+from tests.demo.test_demo import OUTCOME
 from tests.support.patience import SECONDS
 from tests.support.pipelines import PipelineUnderTest
 from tests.support.sparkless import DONE, SparklessRun
@@ -37,12 +36,11 @@ def test_the_pipeline_file_has_the_views(tmp_path: Path) -> None:
 
 def test_the_summary_shows_the_views_and_what_they_cost() -> None:
     comparer = Comparer("", VIEWS, 12, {"0/1", "0/2"}, [], [Comparison("dwd.lines_wide", 1234, 1234, True)])
-    view = View("dwd", "lines_wide", (), (), (), "", "", False, '"')
-    version = ViewVersion(1, ViewSettings("dwd", "lines_wide", ""), view, units=4, anchors=1000, seconds=0.5)
+    cost = {"view": "dwd.lines_wide", "units": 4, "anchors": 1000, "milliseconds_per_unit": 125.0}
+    end = replace(OUTCOME.course.end, status={**OUTCOME.course.end.status, "views": [cost]})
 
-    lines = wide_summary("the copy", comparer, [version]).splitlines()
+    lines = wide_summary(replace(OUTCOME, course=replace(OUTCOME.course, end=end)), comparer).splitlines()
 
-    assert lines[0] == "the copy"
     assert ["dwd.lines_wide", "1,234", "1,234", "yes"] in [line.split() for line in lines]
     assert lines[-2:] == [
         "comparisons 12 of each view, in 2 states of the copy, 0 with differences",
