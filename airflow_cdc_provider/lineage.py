@@ -61,7 +61,8 @@ def read_flows(pipeline: Pipeline, tables: Collection[str] | None = None) -> tup
             if tables is None or label in tables:
                 flows.append(Flow(tuple(_sources(pipeline, record, target)), targets[label]))
         for view in (version.view for version in visible_views(branch)):
-            if tables is None or view.columns.keys() & set(tables):
+            wanted = tables is None or view.columns.keys() & set(tables)
+            if wanted and view.columns.keys() <= targets.keys():
                 flows.append(_view_flow(branch, view, targets))
     return tuple(flows)
 

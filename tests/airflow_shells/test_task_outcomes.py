@@ -47,7 +47,7 @@ from airflow.utils.session import create_session
 from sqlalchemy import select
 
 from airflow_cdc_provider import CDC_RETRY_POLICY
-from airflow_cdc_provider.assets import CHANGED_TABLES, announce_changes
+from airflow_cdc_provider.assets import CHANGED_TABLES, announce_changes, announce_views
 from airflow_cdc_provider.engine.core.errors import GateClosed, SecondWriter
 from airflow_cdc_provider.hooks.cdc import load_pipeline
 from airflow_cdc_provider.operators.base import CdcOperator
@@ -65,6 +65,8 @@ class Streamed(CdcOperator):
         pipeline = load_pipeline(self.pipeline).pipeline
         self.record_flows(pipeline)
         announce_changes(context, pipeline.name, RESULT)
+        still, moved = [[1, 3, None]], {"dwd.still": [[1, 3, None]], "dwd.order_lines_wide": [[2, 1, None]]}
+        announce_views(context, pipeline.name, {"dwd.still": still}, moved, RESULT["applied_lsn"])
 
 
 with DAG("outcomes", schedule=None, default_args={"retries": 2, "retry_delay": timedelta(0)}) as dag:
@@ -96,7 +98,8 @@ if __name__ == "__main__":
             "events": [list(event) for event in events],
             "links": list(links),
         }
-    DagBag(str(here / "orders_report_dag.py")).dags["orders_report"].test(logical_date=None)
+    for name in ("orders_report", "city_report"):
+        DagBag(str(here / f"{name}_dag.py")).dags[name].test(logical_date=None)
     # The tests with a whole Airflow include the steps that follow the snapshot.
     run = DagBag(str(here / "cdc_pipeline.py")).dags["cdc_pipeline"].test(
         logical_date=None,
@@ -111,7 +114,7 @@ if __name__ == "__main__":
 
 
 def run_dags(directory: Path, pipeline: PipelineUnderTest) -> dict[str, Any]:
-    """Run the Dag above, one that its assets could trigger, and the provider's own, in a process.
+    """Run the Dag above, two that its assets could trigger, and the provider's own, in a process.
 
     :returns: the results of the first and the last one, OpenLineage's events and the output.
     """
@@ -129,9 +132,12 @@ def run_dags(directory: Path, pipeline: PipelineUnderTest) -> dict[str, Any]:
     source, sink = (dsn.replace("@", ":n0tTelling@") for dsn in (databases.pipeline_source, databases.pipeline_target))
     migrate_database()
     (directory / "run.py").write_text(RUN)
-    consumer = (ROOT / "docs" / "examples" / "orders_report_dag.py").read_text()
-    consumer = consumer.replace('table_asset("shop", "shop.orders")', f'table_asset("{pipeline.name}", "public.t")')
-    (directory / "orders_report_dag.py").write_text(consumer)
+    for consumer, replaced, asset in (
+        ("orders_report_dag.py", 'table_asset("shop", "shop.orders")', f'table_asset("{pipeline.name}", "public.t")'),
+        ("city_report_dag.py", 'view_asset("shop"', f'view_asset("{pipeline.name}"'),
+    ):
+        text = (ROOT / "docs" / "examples" / consumer).read_text()
+        (directory / consumer).write_text(text.replace(replaced, asset))
     lineage = directory / "lineage.jsonl"
     transport = {"type": "file", "log_file_path": str(lineage), "append": True}
 
@@ -178,16 +184,21 @@ def test_what_runs_report_to_airflow(databases: Databases, tmp_path: Path) -> No
         "streamed": ["success", 1],
     }, outcome["output"]
     assert "a person must look at it first" in outcome["output"]
-    # Every changed table has an event with its watermark.
+    # Every changed table and every moved view has an event with its watermark.
     assert {asset: (uri, extra) for asset, uri, extra in outcome["events"]} == {
-        f"{name}/{table}": (
+        f"{name}/{changed}": (
             f"postgres-cdc://{name}/{quoted}",
-            {"pipeline": name, "applied_lsn": "0/16B3748", "changes": changes},
+            {"pipeline": name, "applied_lsn": "0/16B3748", **changes},
         )
-        for table, quoted, changes in (("public.t", "public.t", 5), ("we ird.T", "we%20ird.T", 2))
+        for changed, quoted, changes in (
+            ("public.t", "public.t", {"changes": 5}),
+            ("we ird.T", "we%20ird.T", {"changes": 2}),
+            ("views/dwd.order_lines_wide", "views/dwd.order_lines_wide", {}),
+        )
     }
-    # And a Dag that is scheduled by it can read the copy's position.
-    assert "has all that the source had committed before 0/16B3748." in outcome["output"]
+    # And Dags that are scheduled by them can read the position of the copy and of the view.
+    for what in ("copy of shop.orders", "view"):
+        assert f"The {what} has all that the source had committed before 0/16B3748." in outcome["output"]
     # Lineage leads from source to target.
     completed = [
         event
