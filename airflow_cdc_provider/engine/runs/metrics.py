@@ -1,22 +1,18 @@
 """Serves the metrics of a running job for Prometheus from its driver, if the pipeline file enables it.
 
-This module counts nothing itself: a scrape reads the progress that the job reports at that moment. For the views of a
-stream it asks the sinks; if one cannot be reached, the scrape has no metrics of views.
+This module counts nothing itself: a scrape reads the progress that the job reports at that moment.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError
+from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS
-from airflow_cdc_provider.engine.runs.view_states import view_states, views_in_file
-from airflow_cdc_provider.engine.state.heartbeat import STREAM
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -75,12 +71,7 @@ def serving(pipeline: Pipeline, part: str, epoch: int, report: Callable[[], Mapp
 
     host, port = pipeline.metrics.prometheus
     registry = CollectorRegistry()
-    views = part == STREAM and any(views_in_file(branch) for branch in pipeline.branches)
-
-    def reported() -> Mapping[str, Any]:
-        return {**report(), "views": _view_states(pipeline) if views else ()}
-
-    registry.register(_ProgressCollector(pipeline.name, part, epoch, reported))
+    registry.register(_ProgressCollector(pipeline.name, part, epoch, report))
     try:
         server, thread = start_http_server(port, host, registry)
     except OSError as e:
@@ -93,12 +84,6 @@ def serving(pipeline: Pipeline, part: str, epoch: int, report: Callable[[], Mapp
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-def _view_states(pipeline: Pipeline) -> Sequence[Mapping[str, Any]]:
-    with suppress(CdcError, *DRIVER_ERRORS):
-        return view_states(pipeline)
-    return ()
 
 
 class _ProgressCollector:
@@ -151,7 +136,7 @@ class _ProgressCollector:
     def _of_views(self, views: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
         from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
-        names = [*self._labels, "view"]
+        names = [*self._labels, "view", "sink"]
         values: dict[str, Callable[[Mapping[str, Any]], float]] = {
             "view_built_ratio": lambda view: view["built_percent"] / 100,
             "view_queued": lambda view: view["queued"],
@@ -166,5 +151,5 @@ class _ProgressCollector:
             families[name] = CounterMetricFamily(f"airflow_cdc_{name}", text, labels=names)
         for name, family in families.items():
             for view in views:
-                family.add_metric([*self._labels.values(), view["view"]], values[name](view))
+                family.add_metric([*self._labels.values(), view["view"], view.get("sink", "")], values[name](view))
             yield family

@@ -15,7 +15,6 @@ from airflow_cdc_provider.engine.commands.checks import preflight
 from airflow_cdc_provider.engine.core.errors import ConfigError, MissingPrivilege, UnknownTable
 from airflow_cdc_provider.engine.core.lsn import format_lsn
 from airflow_cdc_provider.engine.runs.commit_records import sink_of
-from airflow_cdc_provider.engine.runs.metrics import serving
 from airflow_cdc_provider.engine.sinks.contract import KeepsViews, ShowsViews, ViewKeeper
 from airflow_cdc_provider.engine.sinks.transactional import views
 from tests.commands.command_line import CommandLine
@@ -23,6 +22,7 @@ from tests.conftest import Databases
 from tests.support.databases import execute
 from tests.support.pipelines import PipelineUnderTest
 from tests.support.scrape import scrape
+from tests.support.streaming import Streaming
 
 WIDE = (
     "SELECT o.id, o.total, c.city, n.name AS nation FROM public.orders o LEFT JOIN public.customers c"
@@ -32,7 +32,8 @@ SALES = (
     "SELECT c.city, count(*) AS n, sum(o.total * 0.1::float8) AS total FROM public.customers c"
     " JOIN public.orders o ON o.customer = c.id GROUP BY c.city"
 )
-VIEWS = {"dwd.wide": {"sql": WIDE}, "dws.sales": {"sql": SALES, "max_rows": 2}}
+NEVER = 10**9  # seconds; a queue is then only drained by commands that end
+VIEWS = {"dwd.wide": {"sql": WIDE}, "dws.sales": {"sql": SALES, "max_rows": 2, "refresh": NEVER}}
 
 
 @pytest.fixture
@@ -64,13 +65,26 @@ def keeper_of(pipeline: PipelineUnderTest) -> ViewKeeper:
     return sink.view_keeper(pipeline.record.epoch)
 
 
-def build(pipeline: PipelineUnderTest, everything: bool = True) -> None:
+def build(pipeline: PipelineUnderTest) -> None:
     """Copy what is not copied, apply all changes, and bring all views up to date."""
     pipeline.copy_tables()
     pipeline.apply()
-    keeper = keeper_of(pipeline)
-    while keeper.step(everything):
-        pass
+
+
+def follow(pipeline: PipelineUnderTest) -> Streaming:
+    """Apply all changes with a stream that stays; queues stay, too."""
+    streaming, marker = Streaming.begun(pipeline), pipeline.marker()
+    streaming.until(lambda: pipeline.record.applied >= marker, "the changes")
+    return streaming
+
+
+def copy_before_views(pipeline: PipelineUnderTest) -> ViewKeeper:
+    """Copy the tables, and add the views to the file afterwards; return the keeper that builds them step by step."""
+    pipeline.change(sink={"views": {}})
+    pipeline.provision()
+    build(pipeline)
+    pipeline.change(sink={"views": VIEWS})
+    return keeper_of(pipeline)
 
 
 def states(pipeline: PipelineUnderTest) -> dict[str, dict[str, Any]]:
@@ -88,10 +102,7 @@ def finding(pipeline: PipelineUnderTest, check: str) -> Any:
 
 def test_status_follows_a_view_from_its_beginning(pipeline: PipelineUnderTest, command_line: CommandLine) -> None:
     assert {name: view["state"] for name, view in states(pipeline).items()} == dict.fromkeys(VIEWS, "waiting")
-    pipeline.provision()
-    pipeline.copy_tables()
-    pipeline.apply()
-    keeper = keeper_of(pipeline)
+    keeper = copy_before_views(pipeline)
     seen = {"dwd.wide": ["waiting"], "dws.sales": ["waiting"]}
     while keeper.step():
         for name, view in states(pipeline).items():
@@ -102,13 +113,13 @@ def test_status_follows_a_view_from_its_beginning(pipeline: PipelineUnderTest, c
         "UPDATE public.orders SET total = total + 1 WHERE id < 10", "UPDATE public.customers SET city = 'x'"
     )
     before = format_lsn(pipeline.record.applied)
-    pipeline.apply()
+    follow(pipeline).end()
     applied = format_lsn(pipeline.record.applied)
     wide, sales = states(pipeline)["dwd.wide"], states(pipeline)["dws.sales"]
     assert (wide["state"], wide["as_of"], wide["queued"], wide["built_percent"]) == ("up-to-date", applied, 0, 100.0)
     assert wide["anchors"] >= wide["units"] * wide["anchors_per_unit"] > 0
     assert wide["milliseconds_per_unit"] > 0
-    assert (sales["state"], sales["max_rows"], sales["refresh"]) == ("queued", 2, None)
+    assert (sales["state"], sales["max_rows"], sales["refresh"]) == ("queued", 2, NEVER)
     assert (sales["as_of"] != applied, sales["queued"] > 2) == (True, True)
     assert sales["as_of"] >= before
     shown = command_line.run("status")
@@ -172,10 +183,7 @@ def test_verify_leaves_out_what_is_not_computed_yet(
     pipeline: PipelineUnderTest, command_line: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(views, "FIRST_PORTION", 50)
-    pipeline.provision()
-    pipeline.copy_tables()
-    pipeline.apply()
-    keeper = keeper_of(pipeline)
+    keeper = copy_before_views(pipeline)
     while compared(pipeline).get("dwd.wide", {}).get("rows") != 49:
         assert keeper.step()
     wide = compared(pipeline)["dwd.wide"]
@@ -184,7 +192,7 @@ def test_verify_leaves_out_what_is_not_computed_yet(
     assert 0 < built < 100
     build(pipeline)
     pipeline.source("UPDATE public.customers SET city = nullif('city ' || id % 4, 'city 0')")
-    pipeline.apply()
+    follow(pipeline).end()
     sales = compared(pipeline)["dws.sales"]
     assert (sales["equal"], sales["queued"], sales["unbuilt"]) == (True, 5, 0)
     assert "dws.sales: not compared, because not computed yet: 5 queued anchors." in command_line.run("verify")
@@ -311,26 +319,30 @@ def test_a_scrape_shows_the_views(pipeline: PipelineUnderTest) -> None:
     pipeline.provision()
     build(pipeline)
     pipeline.source("UPDATE public.customers SET city = nullif('city ' || id % 4, 'city 0')")
-    pipeline.apply()
-    queued = states(pipeline)["dws.sales"]
-    with serving(pipeline.pipeline, "stream", 7, lambda: {"restarts": 0}) as port:
+    streaming = follow(pipeline)
+    assert streaming.run_ is not None
+    port, found = streaming.run_.metrics_port, dict[tuple[str, str], float]()
+
+    def behind() -> bool:
+        nonlocal found
         found = scrape(port)
-        assert found["view_built_ratio", "stream,dwd.wide"] == found["view_behind", "stream,dws.sales"] == 1
-        assert found["view_behind", "stream,dwd.wide"] == found["view_queued", "stream,dwd.wide"] == 0
-        assert found["view_queued", "stream,dws.sales"] == queued["queued"] > 0
-        assert found["view_anchors_total", "stream,dws.sales"] == queued["anchors"] > 0
-        assert found["view_seconds_total", "stream,dws.sales"] == queued["seconds"] > 0
-        # If the sink does not answer, the other metrics are served.
-        pipeline.target("ALTER TABLE airflow_cdc.views DROP COLUMN seconds")
-        assert scrape(port).keys() == {("job_info", "7,stream"), ("restarts_total", "stream")}
+        return found.get(("view_behind", "stream,,dws.sales")) == 1
+
+    streaming.until(behind, "the view's state")
+    assert found["view_built_ratio", "stream,,dwd.wide"] == found["view_built_ratio", "stream,,dws.sales"] == 1
+    assert found["view_behind", "stream,,dwd.wide"] == found["view_queued", "stream,,dwd.wide"] == 0
+    sales = states(pipeline)["dws.sales"]
+    assert found["view_queued", "stream,,dws.sales"] == sales["queued"] > 0
+    assert found["view_anchors_total", "stream,,dws.sales"] == sales["anchors"] > 0
+    assert found["view_seconds_total", "stream,,dws.sales"] == sales["seconds"] > 0
+    streaming.end()
 
 
-def test_verify_of_a_view_without_its_table(pipeline: PipelineUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("airflow_cdc_provider.engine.sinks.postgres.view_comparison.CONTROL_LOCK_SECONDS", 0.3)
+def test_verify_of_a_view_without_its_table(pipeline: PipelineUnderTest) -> None:
     pipeline.provision()
     build(pipeline)
     pipeline.target("DROP TABLE dwd.wide")
-    with pytest.raises(UnknownTable, match=r"view dwd\.wide: its table does not exist"):
+    with pytest.raises(UnknownTable, match=r"view dwd\.wide: its table, or one that it reads, does not exist"):
         commands.verify(pipeline.pipeline)
 
 
@@ -376,7 +388,7 @@ def test_verify_is_exact_while_units_are_committed(pipeline: PipelineUnderTest) 
             )
             wide = {**VIEWS["dwd.wide"], "sql": WIDE + f" AND o.id > {n % 2}"}
             pipeline.change(sink={"views": {**VIEWS, "dwd.wide": wide}})
-            build(pipeline, everything=n % 2 == 0)
+            build(pipeline)
     finally:
         ended.set()
         thread.join()

@@ -17,13 +17,12 @@ from collections.abc import Mapping, Sequence
 import psycopg2
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine.comparison.compare import NAMED, Difference
+from airflow_cdc_provider.engine.comparison.compare import NAMED, PASS_TIMEOUT, Difference
 from airflow_cdc_provider.engine.comparison.view_result import ViewResult
 from airflow_cdc_provider.engine.core.errors import UnknownTable
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres.connection import Connection, rows, scalar
-from airflow_cdc_provider.engine.postgres.lock_holders import CONTROL_LOCK_SECONDS
 from airflow_cdc_provider.engine.sinks.postgres.view_record import read_versions
 from airflow_cdc_provider.engine.sinks.postgres.view_rows import ViewRows, listed
 from airflow_cdc_provider.engine.views.version import ViewVersion
@@ -68,53 +67,61 @@ UNION ALL
 """
 
 
-def compare_view(
-    connection: Connection, pipeline: str, targets: Mapping[str, Target], version: ViewVersion
-) -> ViewResult | None:
+def compare_view(connection: Connection, pipeline: str, targets: Mapping[str, Target], label: str) -> ViewResult | None:
     """Compare a view with its SELECT.
 
     :param connection: an autocommit connection to the sink.
     :param targets: the recorded targets by label.
-    :param version: the version of the view that readers see, or that is being built.
+    :param label: the view's label.
     :returns: ``None`` if the view is not recorded any more.
     :raises UnknownTable: if its table does not exist.
     :raises TableLocked: if a table stays locked.
     """
     found: list[ViewResult | None] = []
-    refused: list[psycopg2.Error] = []
+    locked: list[psycopg2.Error] = []
 
     def compared() -> bool:
-        refused.clear()
-        now = compared_version(read_versions(connection, pipeline), version.view.label)
+        now = compared_version(read_versions(connection, pipeline), label)
         if now is None or not now.relation:
-            found.append(None if now is None else ViewResult(now.view.label))
+            found.append(None if now is None else ViewResult(label))
             return True
+        if not now.view.columns.keys() <= targets.keys():
+            raise _without_table(label)
         rows(connection, "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         try:
-            try:
-                _lock(connection, targets, now)
-            except (psycopg2.errors.LockNotAvailable, psycopg2.errors.UndefinedTable) as e:
-                refused.append(e)
-                return False
+            _lock(connection, targets, now)
             # The first query takes the snapshot. If the view has been exchanged since it was looked up, try again.
-            versions = {each.number: each for each in read_versions(connection, pipeline)}
-            locked = versions.get(now.number)
-            if locked is None or (locked.relation, locked.kept) != (now.relation, now.kept):
-                return False
-            found.append(_compare(connection, targets, locked))
-            return True
+            if _is_recorded(connection, pipeline, now):
+                found.append(_compare(connection, pipeline, targets, now))
+        except psycopg2.errors.LockNotAvailable as e:
+            locked.append(e)
+        except psycopg2.errors.UndefinedTable as e:
+            rows(connection, "ROLLBACK")
+            if _is_recorded(connection, pipeline, now):
+                raise _without_table(label) from e
         finally:
             if not connection.closed:
                 rows(connection, "ROLLBACK")
+        return bool(found)
 
-    if not await_condition(compared, CONTROL_LOCK_SECONDS):
-        if refused and isinstance(refused[0], psycopg2.errors.LockNotAvailable):
-            raise refused[0]
-        raise UnknownTable(
-            f"view {version.view.label}: its table does not exist in the sink",
-            "Remove the view from the pipeline file, run `airflow-cdc drop --views`, and add it again.",
-        )
+    if not await_condition(compared, PASS_TIMEOUT):
+        raise locked[-1]  # a table is read again for a long time
     return found[0]
+
+
+def _without_table(label: str) -> UnknownTable:
+    return UnknownTable(
+        f"view {label}: its table, or one that it reads, does not exist in the sink",
+        f"Remove {label} from the pipeline file, run `airflow-cdc drop --views`, and add it again.",
+    )
+
+
+def _is_recorded(connection: Connection, pipeline: str, version: ViewVersion) -> bool:
+    """Return whether a version still has the same table."""
+    return any(
+        (each.number, each.relation, each.kept) == (version.number, version.relation, version.kept)
+        for each in read_versions(connection, pipeline)
+    )
 
 
 def compared_version(versions: Sequence[ViewVersion], label: str) -> ViewVersion | None:
@@ -129,7 +136,8 @@ def _lock(connection: Connection, targets: Mapping[str, Target], version: ViewVe
     rows(connection, sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE NOWAIT").format(listed([*own, *read])))
 
 
-def _compare(connection: Connection, targets: Mapping[str, Target], version: ViewVersion) -> ViewResult:
+def _compare(connection: Connection, pipeline: str, targets: Mapping[str, Target], found: ViewVersion) -> ViewResult:
+    (version,) = (each for each in read_versions(connection, pipeline) if each.number == found.number)
     view, view_rows = version.view, ViewRows(connection, targets, version)
     count = int(scalar(connection, sql.SQL("SELECT count(*) FROM {}").format(view_rows.relation)))
     anchor = {each.output: n for n, each in enumerate(view.anchor)}

@@ -80,16 +80,13 @@ class PostgresViews(PostgresReads):
     def compare_views(self) -> Iterator[ViewResult]:
         """Compare the rows of each view with its SELECT, in one snapshot each."""
         # Imported late, because tasks on executors do not compare views.
-        from airflow_cdc_provider.engine.sinks.postgres.view_comparison import compare_view, compared_version
+        from airflow_cdc_provider.engine.sinks.postgres.view_comparison import compare_view
 
-        versions = self.view_versions()
-        for label in dict.fromkeys(version.view.label for version in versions):
-            version = compared_version(versions, label)
-            if version is not None:
-                with self._asked() as connection:
-                    result = compare_view(connection, self.pipeline, self._targets(connection), version)
-                if result is not None:
-                    yield result
+        for label in dict.fromkeys(version.view.label for version in self.view_versions()):
+            with self._asked() as connection:
+                result = compare_view(connection, self.pipeline, self._targets(connection), label)
+            if result is not None:
+                yield result
 
     def explain_view(self, settings: ViewSettings, targets: Sequence[Target]) -> ViewExplanation:
         """Explain the upkeep of a view."""
