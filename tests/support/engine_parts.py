@@ -19,6 +19,7 @@ from airflow_cdc_provider.engine.postgres.slots import read_slot
 from airflow_cdc_provider.engine.runs.commit_records import existing_record, sink_of
 from airflow_cdc_provider.engine.runs.progress import StreamProgress
 from airflow_cdc_provider.engine.runs.run import Run, run_part
+from airflow_cdc_provider.engine.runs.view_work import ViewWork, keeping_views
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_task import ChunkTask, copy_chunk
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import plan_chunk_read
 from airflow_cdc_provider.engine.sources.postgres.stream.spark_source import SlotStreamReader
@@ -84,14 +85,15 @@ def follow_log(
         with connected(run.pipeline.source.dsn, settings={"synchronous_commit": "local"}) as source:
             job._gate(source)
             job._check_catalog(source)
-        _follow(run, job, reader, until)
+        with keeping_views(run) as views:
+            _follow(run, job, reader, until, views)
     finally:
         reader.stop()
     if job._sinks.refusal is not None:
         raise job._sinks.refusal
 
 
-def _follow(run: Run, job: StreamJob, reader: SlotStreamReader, until: int | None) -> None:
+def _follow(run: Run, job: StreamJob, reader: SlotStreamReader, until: int | None, views: ViewWork) -> None:
     pipeline = run.pipeline
     limit = reader.getDefaultReadLimit()
     start, number = reader.initialOffset(), 0
@@ -99,10 +101,11 @@ def _follow(run: Run, job: StreamJob, reader: SlotStreamReader, until: int | Non
     def passed() -> bool:
         nonlocal start, number
         end = reader.latestOffset(start, limit)
+        views.check()
         run.progress = job._progress().as_dict()
         if until is None and run.stopping:
             return True
-        if job._sinks.done(until) and Position.from_json(start).lsn >= existing_record(pipeline).applied:
+        if job._done(until, views) and Position.from_json(start).lsn >= existing_record(pipeline).applied:
             return True
         if end == start:
             return False
