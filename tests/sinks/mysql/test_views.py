@@ -18,7 +18,7 @@ import pytest
 
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.effect import Effect
-from airflow_cdc_provider.engine.core.errors import CannotFollow
+from airflow_cdc_provider.engine.core.errors import CannotFollow, Failpoint
 from airflow_cdc_provider.engine.core.failpoint import VARIABLE
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.table import Column, Leaf, Table
@@ -31,7 +31,7 @@ from airflow_cdc_provider.engine.views.settings import ViewSettings
 from local_servers.mariadb import MariadbServer
 from tests.sinks.begun_sink import IDENTITY, WATERMARK, Begun, batch
 from tests.sinks.mysql.prepared_sink import query
-from tests.sinks.view_cases import CHUNKS, SETTINGS, TARGETS, Row, random_effects
+from tests.sinks.view_cases import CHUNKS, SETTINGS, TARGETS, Row, effect, random_effects
 from tests.support.given_rows import GivenRows
 from tests.support.mysql_store import MysqlStore
 
@@ -331,3 +331,36 @@ def test_another_keeper_continues_after_a_kill(mariadb: MariadbServer, place: st
     assert not [name for name in left if name.startswith("view_")]
     assert sum(name.startswith("queue_") for name in left) == len(sink.view_versions())
     assert not query(mariadb, "SELECT * FROM airflow_cdc.pending")
+
+
+@pytest.mark.parametrize("place", ["before-alteration", "after-alteration"])
+def test_views_follow_an_alteration_only_if_it_is_made(
+    mariadb: MariadbServer, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """The file already has the definition for a column that is about to be renamed, and that has an index."""
+    begun = begin(mariadb)
+    build(begun)
+    a = TARGETS[0]
+    columns = tuple(replace(each, name="other", type="text") if each.name == "fk" else each for each in a.table.columns)
+    after = replace(a, table=replace(a.table, columns=columns))
+    views = tuple(replace(view, sql=view.sql.replace("a.fk", "a.other")) for view in SETTINGS)
+    sink = MysqlSink(mariadb.dsn, "p", "mirror", views=views)
+    begun = Begun(MysqlStore(mariadb), sink, sink.take_epoch("other"))
+    build(begun)  # the new definitions do not fit yet
+    monkeypatch.setenv(VARIABLE, f"{place}:error")
+    with pytest.raises(Failpoint):
+        sink.redefine(begun.epoch, a, after)
+    monkeypatch.undo()
+    made = place == "after-alteration"
+    begun = Begun(MysqlStore(mariadb), sink, sink.take_epoch("next"))
+    build(begun)
+    assert begun.record.targets[0].table.columns[1].name == ("other" if made else "fk")
+    assert_equal(mariadb, views if made else SETTINGS)
+    if not made:
+        sink.redefine(begun.epoch, a, after)
+        build(begun)
+    assert_equal(mariadb, views)
+    lsn = committed(begun)
+    changes = {5: (5, 0, 1, None), 0: (0, 3, 2, 5)}
+    assert begun.unit(lsn, lsn + 10, effect("shop.a", changes), effect("shop.b", {0: (0, 0, 2, 5)}))
+    assert_equal(mariadb, views)

@@ -6,6 +6,7 @@ A process that runs DDL also holds a named lock, see :mod:`.pending_ddl`.
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from airflow_cdc_provider.engine.sinks.mysql.address import Address
 from airflow_cdc_provider.engine.sinks.mysql.pending_ddl import finish_announced, is_pending
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, session
 from airflow_cdc_provider.engine.sinks.transactional.record import Lock
+from airflow_cdc_provider.engine.sinks.transactional.view_store import ViewStore
 from airflow_cdc_provider.engine.sinks.transactional.views import TransactionalViews
 from airflow_cdc_provider.engine.views.settings import ViewSettings
 
@@ -38,6 +40,13 @@ class MysqlFence(TransactionalViews[Session]):
     mode: Literal["mirror", "changelog"]
     part: str = ""
     views: tuple[ViewSettings, ...] = ()
+
+    @abstractmethod
+    def _view_store(self, tx: Session, applied: LogPosition, awaits: str = "") -> ViewStore:
+        """Return the versions of the views, see :meth:`.TransactionalViews._view_store`.
+
+        :param awaits: token of an announced alteration; changes of versions wait until it is made.
+        """
 
     @property
     def _place(self) -> str:

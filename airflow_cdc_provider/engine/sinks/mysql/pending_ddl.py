@@ -36,7 +36,7 @@ from airflow_cdc_provider.engine.sinks.mysql.address import driver
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted
 from airflow_cdc_provider.engine.sinks.mysql.session_errors import code_of, is_retryable, server_message
 from airflow_cdc_provider.engine.sinks.mysql.table_definition import Mode, columns_of, comment
-from airflow_cdc_provider.engine.sinks.mysql.view_record import KIND, finish_exchange
+from airflow_cdc_provider.engine.sinks.mysql.view_record import KIND, finish_awaited, finish_exchange
 
 # After a lock timeout or an ended session, another attempt decides what has happened.
 _PASSING = {0, 1205, 1213, 1317, 1053, 1927, 2003, 2006, 2013}
@@ -121,6 +121,7 @@ def finish_announced(session: Session, pipeline: str, mode: Mode) -> None:
                 "UPDATE airflow_cdc.tables SET definition = %s, shape = %s WHERE pipeline = %s AND source_table = %s",
                 [definition, definition, pipeline, label],
             )
+        finish_awaited(session, pipeline, token, made)
         if made and reread:
             begin_again(session, pipeline, label)
         session.run("DELETE FROM airflow_cdc.pending WHERE pipeline = %s AND source_table = %s", [pipeline, label])

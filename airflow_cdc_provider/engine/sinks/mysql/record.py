@@ -257,6 +257,9 @@ class MysqlRecord(MysqlTargets):
             if rehearsal:
                 return
             applied = self._begin(opened, epoch, "alone")
+            for target in targets:
+                if target.table.label in recorded:
+                    self._redefine_views(opened, applied, recorded[target.table.label], target)
             self._forget(opened, list(recorded))
             self._view_store(opened, applied).rebuild(recorded)
             for target in targets:

@@ -30,9 +30,10 @@ class MysqlRedefinition(MysqlUnits):
         with self._alone(epoch) as opened:
             clauses = self._alteration(opened, self._shape(opened, before), after, rows_stay=True)
             applied = self._begin(opened, epoch, "alone")
-            self._redefine_views(opened, applied, before, after)
+            token = self._token() if clauses else ""
+            if self.views:
+                self._view_store(opened, applied, token).follow(before.table, after.table)
             if clauses:
-                token = self._token()
                 announce(opened, self.pipeline, after, "alteration", token)
                 opened.commit()
                 alter(opened, self.pipeline, self.mode, after, clauses, token)

@@ -47,6 +47,9 @@ CHANGELOG_COLUMNS: Mapping[str, MysqlColumnType] = {
 }
 """Names and types of a changelog's additional columns; an LSN is a number, so that it sorts."""
 
+VIEW_INDEX = "airflow_cdc_"
+"""Prefix of the names of indexes that the upkeep of views needs."""
+
 _REQUIRED = ("_op", "_commit_lsn", "_seq")
 # InnoDB's own columns, in any case.
 _RESERVED = ("db_row_id", "db_trx_id", "db_roll_ptr", "fts_doc_id")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from airflow_cdc_provider.engine.changes.redefinition import redefinition
 from airflow_cdc_provider.engine.core.errors import CdcError, ForeignTable, GateClosed
 from airflow_cdc_provider.engine.core.lsn import LogPosition, format_lsn
 from airflow_cdc_provider.engine.core.record import Target
@@ -15,6 +16,7 @@ from airflow_cdc_provider.engine.sinks.mysql.fence import MysqlFence
 from airflow_cdc_provider.engine.sinks.mysql.obstacles import find_obstacle
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted
 from airflow_cdc_provider.engine.sinks.mysql.table_definition import (
+    VIEW_INDEX,
     Differing,
     Mode,
     alteration,
@@ -131,7 +133,28 @@ class MysqlTargets(MysqlFence):
                 [target.schema, target.name],
             )
         ]
-        return alteration(shape, target, self.mode, opened.collation, present, rows_stay)
+        clauses = alteration(shape, target, self.mode, opened.collation, present, rows_stay)
+        return [*self._obstructive_indexes(opened, shape, target), *clauses] if clauses else []
+
+    def _obstructive_indexes(self, opened: Session, shape: Table, target: Target) -> list[str]:
+        """Return the clauses that drop indexes of views whose columns become too long for an index.
+
+        The views are built again because of such a change, and their indexes too.
+        """
+        old, new = (columns_of(table, self.mode, opened.collation) for table in (shape, target.table))
+        renamed = dict(redefinition(shape, target.table).renamed)
+        longer = {
+            name
+            for name, kind in old.items()
+            if new.get(renamed.get(name, name), "").startswith("LONG") and not kind.startswith("LONG")
+        }
+        found = opened.rows(
+            "SELECT index_name, column_name FROM information_schema.statistics"
+            " WHERE table_schema = %s AND table_name = %s",
+            [target.schema, target.name],
+        )
+        names = {str(index) for index, column in found if str(column) in longer}
+        return [f"DROP INDEX {quoted(name)}" for name in sorted(names) if name.startswith(VIEW_INDEX)]
 
 
 def correcting_statement(opened: Session, target: Target, mode: Mode) -> str:

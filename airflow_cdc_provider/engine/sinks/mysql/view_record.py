@@ -22,7 +22,8 @@ _VIEWS = (
     "pipeline VARCHAR(64) NOT NULL, version INT NOT NULL, settings LONGTEXT NOT NULL, definition LONGTEXT NOT NULL,"
     " relation VARCHAR(64) NOT NULL DEFAULT '', queue VARCHAR(64) NOT NULL DEFAULT '', built LONGTEXT,"
     " complete BOOLEAN NOT NULL DEFAULT FALSE, kept BOOLEAN NOT NULL DEFAULT TRUE,"
-    " removed BOOLEAN NOT NULL DEFAULT FALSE, behind_lsn BIGINT UNSIGNED, anchors_built BIGINT NOT NULL DEFAULT 0,"
+    " removed BOOLEAN NOT NULL DEFAULT FALSE, awaits VARCHAR(64) NOT NULL DEFAULT '',"
+    " behind_lsn BIGINT UNSIGNED, anchors_built BIGINT NOT NULL DEFAULT 0,"
     " anchors_expected BIGINT NOT NULL DEFAULT 0, units BIGINT NOT NULL DEFAULT 0, anchors BIGINT NOT NULL DEFAULT 0,"
     " seconds DOUBLE NOT NULL DEFAULT 0, PRIMARY KEY (pipeline, version)"
 )
@@ -48,7 +49,7 @@ def read_versions(session: Session, pipeline: str) -> list[ViewVersion]:
     found = session.rows(
         "SELECT version, settings, definition, relation, queue, built, complete, kept, behind_lsn, anchors_built,"
         " anchors_expected, units, anchors, seconds FROM airflow_cdc.views WHERE pipeline = %s AND NOT removed"
-        " ORDER BY version",
+        " AND awaits = '' ORDER BY version",
         [pipeline],
     )
     return [
@@ -79,12 +80,15 @@ def rows_table(version: ViewVersion) -> str:
     return quoted(version.view.schema if version.in_place else "airflow_cdc", version.relation)
 
 
-def add_version(session: Session, pipeline: str, settings: ViewSettings, view: View) -> None:
-    """Add a version that is to be built."""
+def add_version(session: Session, pipeline: str, settings: ViewSettings, view: View, awaits: str = "") -> None:
+    """Add a version that is to be built.
+
+    :param awaits: token of the alteration without which there will be no such version.
+    """
     (last,) = session.one("SELECT COALESCE(MAX(version), 0) FROM airflow_cdc.views WHERE pipeline = %s", [pipeline])
     session.run(
-        "INSERT INTO airflow_cdc.views (pipeline, version, settings, definition) VALUES (%s, %s, %s, %s)",
-        [pipeline, int(last) + 1, json.dumps(dataclasses.asdict(settings)), json.dumps(view.to_dict())],
+        "INSERT INTO airflow_cdc.views (pipeline, version, settings, definition, awaits) VALUES (%s, %s, %s, %s, %s)",
+        [pipeline, int(last) + 1, json.dumps(dataclasses.asdict(settings)), json.dumps(view.to_dict()), awaits],
     )
 
 
@@ -169,6 +173,24 @@ def finish_exchange(session: Session, pipeline: str, number: int) -> None:
         "DELETE FROM airflow_cdc.pending WHERE pipeline = %s AND source_table = %s", [pipeline, f"{KIND} {number}"]
     )
     session.commit()
+
+
+def finish_awaited(session: Session, pipeline: str, token: str, made: bool) -> None:
+    """Let the versions that await an alteration replace the former ones, or forget them; within a transaction."""
+    if not has_views(session):
+        return
+    where = "pipeline = %s AND awaits = %s"
+    found = session.rows(f"SELECT version FROM airflow_cdc.views WHERE {where}", [pipeline, token])
+    if not made:
+        session.run(f"DELETE FROM airflow_cdc.views WHERE {where}", [pipeline, token])
+        return
+    session.run(f"UPDATE airflow_cdc.views SET awaits = '' WHERE {where}", [pipeline, token])
+    (applied,) = session.one("SELECT applied_lsn FROM airflow_cdc.pipelines WHERE pipeline = %s", [pipeline])
+    versions = read_versions(session, pipeline)
+    for version in versions:
+        if (version.number,) in found:
+            for former in _others(version, versions):
+                end_version(session, pipeline, former, LogPosition(int(applied)))
 
 
 def _others(version: ViewVersion, versions: Collection[ViewVersion]) -> list[ViewVersion]:

@@ -8,7 +8,8 @@ whole values, while sorting could compare only the beginning of long ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import pyarrow as pa
 
@@ -22,7 +23,8 @@ from airflow_cdc_provider.engine.sinks.mysql.types import column_types
 from airflow_cdc_provider.engine.sinks.mysql.view_record import rows_table
 from airflow_cdc_provider.engine.views.version import ViewVersion
 
-_CUT_BY_GROUP_CONCAT = 1260
+# With an unknown column, a row that is too large for a page, and a result that GROUP_CONCAT has cut.
+_REFUSALS = (*VALUES, 1054, 1118, 1260)
 
 
 def same(ours: Sequence[str], theirs: Sequence[str]) -> str:
@@ -34,6 +36,22 @@ def same(ours: Sequence[str], theirs: Sequence[str]) -> str:
 def equal(ours: Sequence[str], theirs: Sequence[str]) -> str:
     """Return the condition that two anchors are equal."""
     return " AND ".join(f"{a} <=> {b}" for a, b in zip(ours, theirs, strict=True))
+
+
+@contextmanager
+def naming(view: str) -> Iterator[None]:
+    """Name the view in an error of the server.
+
+    :raises ViewRefused: in place of the server's error.
+    """
+    pymysql = driver()
+    try:
+        yield
+    except pymysql.MySQLError as e:
+        refusals = (pymysql.err.DataError, pymysql.err.IntegrityError, pymysql.err.ProgrammingError)
+        if not isinstance(e, refusals) and code_of(e) not in _REFUSALS:
+            raise
+        raise ViewRefused.by(view, server_message(e)) from e
 
 
 class ViewRows:
@@ -171,26 +189,31 @@ class ViewRows:
 
     # -- recomputing -------------------------------------------------------------------------------
 
+    def insert(self) -> None:
+        """Compute the rows of the found anchors, of which the view has none yet, and add them.
+
+        :raises ViewRefused: as :meth:`recompute`.
+        """
+        with naming(self._view.label):
+            self._insert_into(self._relation)
+
     def recompute(self) -> None:
         """Compute the rows of the found anchors, and write the differences to the view.
 
         :raises ViewRefused: when the server cannot compute or write them.
         """
-        pymysql = driver()
-        try:
+        with naming(self._view.label):
             self._recompute()
-        except pymysql.MySQLError as e:
-            refusals = (pymysql.err.DataError, pymysql.err.IntegrityError, pymysql.err.ProgrammingError)
-            if not isinstance(e, refusals) and code_of(e) not in (*VALUES, _CUT_BY_GROUP_CONCAT):
-                raise
-            raise ViewRefused.by(self._view.label, server_message(e)) from e
+
+    def _insert_into(self, table: str) -> None:
+        restriction = equal(self._found_anchor("cdc_anchor"), self.root_anchor(self._view.quote(self._view.root.name)))
+        select = self._view.select(self._tables, (f"{self._temporary('anchors')} AS cdc_anchor", restriction))
+        self._session.run(f"INSERT INTO {table} ({', '.join(self._columns)}) {select}")
 
     def _recompute(self) -> None:
         fresh, anchors = self._temporary("fresh"), self._temporary("anchors")
         self._session.run(f"CREATE TEMPORARY TABLE {fresh} LIKE {self._relation}")
-        restriction = equal(self._found_anchor("cdc_anchor"), self.root_anchor(self._view.quote(self._view.root.name)))
-        select = self._view.select(self._tables, (f"{anchors} AS cdc_anchor", restriction))
-        self._session.run(f"INSERT INTO {fresh} ({', '.join(self._columns)}) {select}")
+        self._insert_into(fresh)
         if self._view.one_row:
             self._write_single(fresh, anchors)
         else:

@@ -23,6 +23,7 @@ from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.sinks.mysql.address import driver
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted
 from airflow_cdc_provider.engine.sinks.mysql.session_errors import is_retryable, server_message
+from airflow_cdc_provider.engine.sinks.mysql.table_definition import VIEW_INDEX
 from airflow_cdc_provider.engine.sinks.mysql.view_definition import (
     create_queue,
     create_rows,
@@ -41,7 +42,7 @@ from airflow_cdc_provider.engine.sinks.mysql.view_record import (
     read_versions,
     table_names,
 )
-from airflow_cdc_provider.engine.sinks.mysql.view_rows import ViewRows
+from airflow_cdc_provider.engine.sinks.mysql.view_rows import ViewRows, naming
 from airflow_cdc_provider.engine.sinks.transactional.view_store import ViewStore
 from airflow_cdc_provider.engine.views.definition import View
 from airflow_cdc_provider.engine.views.settings import ViewSettings
@@ -56,6 +57,7 @@ class MysqlViewStore(ViewStore):
 
     :param applied: the applied LSN.
     :param alone: ends the transaction, and begins another one under the named lock, which lasts for the block.
+    :param awaits: token of an announced alteration; changes of versions wait until it is made.
     """
 
     def __init__(
@@ -66,12 +68,14 @@ class MysqlViewStore(ViewStore):
         targets: Mapping[str, Target],
         applied: LogPosition,
         alone: Callable[[], AbstractContextManager[None]],
+        awaits: str = "",
     ) -> None:
         super().__init__(views, targets)
         self._session = session
         self._pipeline = pipeline
         self._applied = applied
         self._alone = alone
+        self._awaits = awaits
 
     def versions(self) -> list[ViewVersion]:
         return read_versions(self._session, self._pipeline) if has_views(self._session) else []
@@ -93,13 +97,14 @@ class MysqlViewStore(ViewStore):
         """Do nothing: :meth:`.MysqlViews.view_store` has created it, because that ends a transaction."""
 
     def add(self, settings: ViewSettings, view: View) -> None:
-        add_version(self._session, self._pipeline, settings, view)
+        add_version(self._session, self._pipeline, settings, view, self._awaits)
 
     def resettle(self, version: ViewVersion, settings: ViewSettings) -> None:
         change_settings(self._session, self._pipeline, version.number, settings)
 
     def end(self, version: ViewVersion) -> None:
-        end_version(self._session, self._pipeline, version, self._applied)
+        if not self._awaits:
+            end_version(self._session, self._pipeline, version, self._applied)
 
     def is_consistent(self) -> bool:
         return not self._session.rows(
@@ -122,7 +127,8 @@ class MysqlViewStore(ViewStore):
                 return  # it has changed before the named lock was there
             view, root = version.view, self.targets[version.view.root.label]
             relation, queue = table_names(self._pipeline, version.number)
-            with probed(self._session, view.select(quoted_tables(self.targets))) as columns:
+            select = view.select(quoted_tables(self.targets))
+            with naming(view.label), probed(self._session, select) as columns:
                 statements = [
                     create_rows(view, columns, relation, self._pipeline),
                     create_queue(view, columns, queue, self._pipeline),
@@ -193,7 +199,7 @@ class MysqlViewStore(ViewStore):
             assert built is not None
             ranges = [f"{beyond} AND {view_rows.up_to(anchor, built)}"]
         view_rows.find([view_rows.of_root(condition) for condition in ranges], unbuilt=True)
-        view_rows.recompute()
+        view_rows.insert()
         self._change(
             version,
             built=None if built is None else list(built),
@@ -236,6 +242,6 @@ class MysqlViewStore(ViewStore):
                 )
             )
             mark = hashlib.sha256(f"{label} {columns}".encode()).hexdigest()[:12]
-            name, table = f"airflow_cdc_{mark}", quoted(target.schema, target.name)
+            name, table = f"{VIEW_INDEX}{mark}", quoted(target.schema, target.name)
             parts = [f"{quoted(column)}{key_prefix(str(types[column]), len(columns))}" for column in columns]
             yield f"CREATE INDEX {quoted(name)} ON {table} ({', '.join(parts)})"

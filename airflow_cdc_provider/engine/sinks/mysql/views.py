@@ -58,9 +58,9 @@ class MysqlViews(MysqlReads):
                 opened.limit_waiting(_DROP_SECONDS)
                 drop_removed(opened, self.pipeline)
 
-    def _view_store(self, tx: Session, applied: LogPosition) -> MysqlViewStore:
+    def _view_store(self, tx: Session, applied: LogPosition, awaits: str = "") -> MysqlViewStore:
         alone = partial(self._alone_again, tx)
-        return MysqlViewStore(tx, self.pipeline, self.views, self._targets(tx), applied, alone)
+        return MysqlViewStore(tx, self.pipeline, self.views, self._targets(tx), applied, alone, awaits)
 
     @contextmanager
     def _alone_again(self, tx: Session) -> Iterator[None]:
