@@ -100,5 +100,5 @@ def _tree(tables: Sequence[Mapping[str, Any]], root: str) -> Iterator[str]:
 def _line(table: Mapping[str, Any]) -> str:
     join = {"first": "", "inner": f" joined ON {table['condition']}", "left": f" left joined ON {table['condition']}"}
     rows = table["rows_per_change"]
-    cost = "" if rows is None else f"; a changed row affects about {rows:,.0f} rows"
+    cost = "" if rows is None else f"; a changed row affects about {rows:,.0f} row{'' if round(rows) == 1 else 's'}"
     return f"{table['alias']} = {table['table']}{join[table['join']]}; triggered by {', '.join(table['columns'])}{cost}"
