@@ -22,6 +22,7 @@ from demo.tables import Outcome, ShopMoment, ShopRun, ShopStage, summary
 
 SCALE = 0.1
 TRANSACTIONS_PER_SECOND = 100.0
+LIVE_SECONDS = 12.0
 PAUSE_SECONDS = 0.2
 """Seconds between two comparisons."""
 
@@ -137,17 +138,19 @@ class WideRun(ShopRun):
     def __init__(self, stage: ShopStage, screen: Screen, writers: shop_writers.Writers) -> None:
         super().__init__(stage, screen, writers)
         self._comparer = Comparer(stage.warehouse.address, VIEWS)
+        self._comparing = ExitStack()
 
     def live(self) -> list[ShopMoment]:
         self.until("the views", lambda moment: all(view["as_of"] for view in moment.status["views"]))
         self.screen.say(
             "The views are built: from now on they move with the copy, and are compared with their SELECTs."
         )
-        with self._comparer.repeating():
-            return super().live()
+        self._comparing.enter_context(self._comparer.repeating())
+        return self.some_time(LIVE_SECONDS)
 
     def perform(self) -> bool:
-        outcome = self.outcome()
+        with self._comparing:
+            outcome = self.outcome()
         self._comparer.compare()
         unequal = [view["view"] for view in outcome.verified["views"] if not view["equal"]]
         problems = [
