@@ -13,6 +13,7 @@ from tests.support.threads import Stoppable
 from tests.torture.checks import Versions, acknowledged_early
 from tests.torture.history import Sight
 from tests.torture.schema import Table
+from tests.torture.views import compare_views
 
 _SECONDS = 0.25
 _OPTIONS = "-c TimeZone=UTC -c statement_timeout=60s"
@@ -62,6 +63,10 @@ class Observer(Stoppable):
         self.looks = 0
         self.orphans = 0
         """How often the sink had transactions that the source had lost in a failover."""
+        self.compared = 0
+        """How often a view was compared with its SELECT."""
+        self.ready = 0
+        """The number of views that were up to date at the last look."""
         self.progress = 0
         """How often the applied LSN or the number of finished chunks changed."""
         self._last: tuple[object, ...] = ()
@@ -145,6 +150,9 @@ class Observer(Stoppable):
             tables[table.label] = (len(rows), sum(row[2] for row in rows))
             self.wrong += self._versions.see(table.label, {n: version for n, version, _ in rows})
         if self._mode == "mirror":
+            self.ready, wrong = compare_views(connection, self._pipeline)
+            self.compared += self.ready
+            self.wrong += wrong
             accounts = [f"SELECT sum(balance) FROM {t.label}" for t in self._tables if t.kind == "account"]
             query = f"SELECT sum(s)::bigint FROM ({' UNION ALL '.join(accounts)}) a (s)"
             total = connection.execute(query.encode()).fetchall()[0][0]

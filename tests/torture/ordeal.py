@@ -26,6 +26,7 @@ from tests.torture.nemesis import ACTIONS, Nemesis, schedule
 from tests.torture.observer import Observer
 from tests.torture.schema import LANES, OPENING_BALANCE, SETUP, TOTAL_ACCOUNTS, Table, tables
 from tests.torture.source import Source
+from tests.torture.views import settings_of, views
 from tests.torture.writers import Writer
 
 _SERVER = {"fsync": "off", "wal_sender_timeout": "4s", "max_connections": "60", "TimeZone": "UTC"}
@@ -123,7 +124,7 @@ class _Ordeal:
             databases,
             [table.label for table in made],
             pipeline=_PIPELINE,
-            sink={"mode": mode},
+            sink=settings_of(mode, made),
             snapshot={"chunk_rows": chance.choice((40, 150, 1000)), "parallelism": chance.choice((1, 2, 3))},
             stream={"max_batch_bytes": chance.choice(("1MiB", "4MiB", "16MiB"))},
         )
@@ -187,6 +188,8 @@ class _Ordeal:
                 return bool(self._wrong())
             # DDL that no change follows is applied when a heartbeat has found it.
             if any(missing for missing in map(self._missing_columns, self._tables)):
+                return False
+            if self._mode == "mirror" and self._observer.ready < len(views(self._tables)):
                 return False
             record = self._pipeline.record
             return record.consistent and record.applied >= marker
@@ -276,6 +279,7 @@ class _Ordeal:
         self._report.counts |= {
             "looks at the target": self._observer.looks,
             "different consistent states seen": sum(s.consistent for s in self._observer.sights),
+            "comparisons of a view": self._observer.compared,
             "starts of the pipeline": self._driver.starts,
             "how jobs ended": dict(self._driver.ends),
             "looks at a sink with what a failover lost": self._observer.orphans,
