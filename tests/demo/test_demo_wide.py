@@ -10,8 +10,6 @@ import pytest
 
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.runs.commit_records import sink_of
-from airflow_cdc_provider.engine.sinks.contract import KeepsViews
 from demo import shop, shop_writers
 from demo.__main__ import main
 from demo.screen import Comparison
@@ -66,11 +64,6 @@ def test_the_views_are_their_selects_while_customers_buy_and_move(databases: Dat
         connection.execute(shop.PRODUCTS_AND_CITIES)
     copied = SparklessRun(pipeline.file)
     assert (copied.wait(), copied.message) == (DONE, "")
-    sink = sink_of(pipeline.pipeline)
-    assert isinstance(sink, KeepsViews)
-    keeper = sink.view_keeper(pipeline.record.epoch)
-    while keeper.step():
-        pass
 
     comparer = Comparer(databases.target, VIEWS)
     writers = shop_writers.Writers(databases.source, transactions=shop.WIDE_TRANSACTIONS)
