@@ -16,12 +16,15 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from airflow_cdc_provider.engine.comparison.compare import Difference
+from airflow_cdc_provider.engine.comparison.view_result import ViewResult
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.effect import Effect
 from airflow_cdc_provider.engine.core.errors import CannotFollow, Failpoint
 from airflow_cdc_provider.engine.core.failpoint import VARIABLE
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.table import Column, Leaf, Table
+from airflow_cdc_provider.engine.sinks.contract import KeepsViews, ShowsViews
 from airflow_cdc_provider.engine.sinks.mysql import view_store as mysql_view_store
 from airflow_cdc_provider.engine.sinks.mysql import views as mysql_views
 from airflow_cdc_provider.engine.sinks.mysql.sink import MysqlSink
@@ -65,17 +68,6 @@ def assert_equal(server: MariadbServer, views: Sequence[ViewSettings] = SETTINGS
             assert sorted(map(str, found)) == sorted(map(str, cursor.fetchall())), view.name
 
 
-def test_views_equal_their_selects_after_every_unit(mariadb: MariadbServer) -> None:
-    begun = begin(mariadb)
-    build(begun)
-    rnd, lsn = random.Random(1), 200
-    for _ in range(100):
-        pieces = [begun.piece(*random_effects(rnd), index=index) for index in range(rnd.randint(1, 2))]
-        assert begun.sink.commit(begun.epoch, lsn, lsn + 10, pieces)
-        lsn += 10
-        assert_equal(mariadb)
-
-
 def committed(begun: Begun) -> int:
     """Return the applied LSN."""
     return int(begun.record.applied)
@@ -86,6 +78,20 @@ def commit_random(begun: Begun, rnd: random.Random) -> None:
     lsn = committed(begun)
     pieces = [begun.piece(*random_effects(rnd), index=index) for index in range(rnd.randint(1, 2))]
     assert begun.sink.commit(begun.epoch, lsn, lsn + 10, pieces)
+
+
+def test_views_equal_their_selects_after_every_unit(mariadb: MariadbServer) -> None:
+    begun, rnd = begin(mariadb), random.Random(1)
+    build(begun)
+    for _ in range(100):
+        commit_random(begun, rnd)
+        assert_equal(mariadb)
+    assert [(each.view, each.difference_count) for each in compared(begun)] == [(each.label, 0) for each in SETTINGS]
+
+
+def compared(begun: Begun) -> list[ViewResult]:
+    assert isinstance(begun.sink, ShowsViews)
+    return list(begun.sink.compare_views())
 
 
 def reread(
@@ -268,6 +274,7 @@ def test_values_of_all_types_are_compared_exactly(mariadb: MariadbServer, monkey
     for _ in range(25):
         unit()
         assert_equal(mariadb, OF_TYPES)
+    assert {each.view: each.difference_count for each in compared(begun)} == {each.label: 0 for each in OF_TYPES}
 
 
 PLACES = sorted(
@@ -364,3 +371,59 @@ def test_views_follow_an_alteration_only_if_it_is_made(
     changes = {5: (5, 0, 1, None), 0: (0, 3, 2, 5)}
     assert begun.unit(lsn, lsn + 10, effect("shop.a", changes), effect("shop.b", {0: (0, 0, 2, 5)}))
     assert_equal(mariadb, views)
+
+
+def test_differences_are_found_and_named(mariadb: MariadbServer) -> None:
+    begun = begin(mariadb)
+    build(begun)
+    assert begun.unit(200, 210, effect("shop.a", {n: (n, 0, n, 0) for n in range(1, 5)}))
+    query(mariadb, "UPDATE dwd.left3 SET v = 7 WHERE k = 1")
+    query(mariadb, "DELETE FROM dwd.left3 WHERE k = 2")
+    query(mariadb, "INSERT INTO dwd.left3 (k, v) VALUES (9, NULL)")
+    query(mariadb, "INSERT INTO dwd.multi (k, v) SELECT k, v FROM dwd.multi LIMIT 1")
+    found = {each.view: each for each in compared(begun)}
+    assert found["dwd.left3"].differences == (
+        Difference({"k": "1"}, "different"),
+        Difference({"k": "2"}, "missing"),
+        Difference({"k": "9"}, "extra"),
+    )
+    assert (found["dwd.left3"].rows, found["dwd.left3"].difference_count) == (5, 3)
+    assert found["dwd.multi"].difference_count in (0, 1)
+    assert found["dwd.many"].difference_count == 0
+
+
+def test_queued_anchors_and_those_that_are_not_built_are_left_out(mariadb: MariadbServer) -> None:
+    views = [replace(view, refresh=3600.0) for view in SETTINGS]
+    begun = begin(mariadb, views)
+    build(begun)
+    assert begun.unit(200, 210, effect("shop.a", {n: (n, 0, n, 0) for n in range(1, 5)}))
+    found = {each.view: each for each in compared(begun)}
+    assert (found["dwd.left3"].queued, found["dwd.left3"].difference_count) == (5, 0)  # the row 0 names the row 3
+    assert isinstance(begun.sink, ShowsViews)
+    recorded = begun.sink.recorded_views()
+    assert recorded is not None
+    assert recorded.applied == 210
+    assert {version.view.name: recorded.queued.get(version.number) for version in recorded.versions}["left3"] == 5
+
+
+def test_a_view_is_explained_and_dropped(mariadb: MariadbServer) -> None:
+    begun = begin(mariadb)
+    assert isinstance(begun.sink, MysqlSink)
+    assert isinstance(begun.sink, KeepsViews)
+    before = begun.sink.explain_view(SETTINGS[0], TARGETS)
+    assert [index.partition(" ON ")[2] for index in before.indexes] == [
+        "`copy`.`a` (`fk`)",
+        "`copy`.`b` (`fk`)",
+        "`copy`.`a` (`me`)",
+    ]
+    build(begun)
+    after = begun.sink.explain_view(SETTINGS[0], TARGETS)
+    assert after.indexes == ()
+    assert all(rows is not None for rows in after.rows_per_change.values())
+    sink = MysqlSink(mariadb.dsn, "p", "mirror", views=SETTINGS[1:])
+    assert sink.drop_views() == ["dwd.left3"]
+    assert sink.drop_views() == []
+    assert query(mariadb, "SHOW TABLES FROM dwd LIKE 'left3'") == []
+    sink.drop()
+    assert sink.view_versions() == []
+    assert len(query(mariadb, "SHOW TABLES FROM dwd")) == 3

@@ -20,11 +20,11 @@ from airflow_cdc_provider.engine.core.errors import UnknownTable
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.postgres.connection import Connection
 from airflow_cdc_provider.engine.sinks.mysql.staging_tables import MysqlTableStatements
-from airflow_cdc_provider.engine.sinks.mysql.views import MysqlViews
+from airflow_cdc_provider.engine.sinks.mysql.view_commands import MysqlViewCommands
 
 
 @dataclass(frozen=True)
-class MysqlSink(MysqlViews):
+class MysqlSink(MysqlViewCommands):
     """A pipeline's tables on a MySQL server; see :class:`.contract.Sink` and, for the fields, :class:`.MysqlFence`."""
 
     # -- comparing ---------------------------------------------------------------------------------

@@ -95,6 +95,18 @@ class ViewRows:
         """Return the anchor of a row of the root's table."""
         return [f"{relation}.{quoted(each.column)}" for each in self._view.anchor]
 
+    @property
+    def select(self) -> str:
+        """Return the SELECT of all rows."""
+        return self._view.select(self._tables)
+
+    def texts(self, anchor: Sequence[str]) -> list[str]:
+        """Return the texts of an anchor, for messages."""
+        return [
+            f"CONVERT({field.kind.read.format(each)} USING utf8mb4)"
+            for field, each in zip(self._fields, anchor, strict=True)
+        ]
+
     # -- finding -----------------------------------------------------------------------------------
 
     def find(self, queries: Sequence[str], unbuilt: bool = False) -> int:
@@ -249,11 +261,11 @@ class ViewRows:
         found, of_view, of_fresh = self._found_anchor("a"), self._anchor("v"), self._anchor("f")
         self._session.run(
             f"CREATE TEMPORARY TABLE {sides} (KEY (hash)) AS SELECT {', '.join(found)}, 1 AS side,"
-            f" {_hash(self._of('v'))} AS hash FROM {anchors} a STRAIGHT_JOIN {view} v ON {equal(of_view, found)}"
+            f" {hash_of(self._of('v'))} AS hash FROM {anchors} a STRAIGHT_JOIN {view} v ON {equal(of_view, found)}"
         )
         self._session.run(
             f"INSERT INTO {sides} ({self._listed}, side, hash)"
-            f" SELECT {', '.join(of_fresh)}, -1, {_hash(self._of('f'))} FROM {fresh} f"
+            f" SELECT {', '.join(of_fresh)}, -1, {hash_of(self._of('f'))} FROM {fresh} f"
         )
         self._session.run(
             f"CREATE TEMPORARY TABLE {differing} AS SELECT hash FROM {sides} GROUP BY hash HAVING SUM(side) <> 0"
@@ -282,7 +294,7 @@ def _compared(ours: Sequence[str], theirs: Sequence[str], sign: str) -> str:
     return " OR ".join(f"({part})" for part in parts)
 
 
-def _hash(values: Sequence[str]) -> str:
+def hash_of(values: Sequence[str]) -> str:
     """Return a hash of a row, which is the same for exactly the same rows."""
     parts = ", ".join(f"IFNULL(SHA2(CAST({value} AS BINARY), 256), '-')" for value in values)
     return f"SHA2(CONCAT_WS(',', {parts}), 256)"
