@@ -9,7 +9,7 @@ from airflow_cdc_provider.engine.commands.pipeline_status import converting_sink
 from airflow_cdc_provider.engine.commands.report import Report, silent
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.commit_records import existing_record, sink_of
-from airflow_cdc_provider.engine.sinks.contract import ShowsViews
+from airflow_cdc_provider.engine.sinks.contract import KeepsViews
 from airflow_cdc_provider.engine.sources.contract import TellTable, source_of
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.heartbeat import is_streaming
@@ -40,7 +40,7 @@ def _compare_views(pipeline: Pipeline, report: TellTable) -> list[dict[str, Any]
     for branch in pipeline.branches:
         sink = sink_of(branch)
         place = {"sink": branch.sink.place} if len(pipeline.sinks) > 1 else {}
-        for result in sink.compare_views() if isinstance(sink, ShowsViews) else ():
+        for result in sink.compare_views() if isinstance(sink, KeepsViews) else ():
             report(result.view, 1, 1)
             views.append(result.as_dict() | place)
     return views

@@ -13,7 +13,7 @@ from airflow_cdc_provider.engine.postgres.driver_checks import convert_driver_er
 from airflow_cdc_provider.engine.runs.commit_records import sink_of
 from airflow_cdc_provider.engine.runs.sink_checks import targets_of
 from airflow_cdc_provider.engine.runs.view_states import views_in_file
-from airflow_cdc_provider.engine.sinks.contract import ShowsViews
+from airflow_cdc_provider.engine.sinks.contract import KeepsViews
 from airflow_cdc_provider.engine.sources.contract import source_of
 from airflow_cdc_provider.engine.views.definition import Alias, View
 from airflow_cdc_provider.engine.views.explanation import ViewExplanation
@@ -28,12 +28,12 @@ def explain(pipeline: Pipeline, view: str) -> dict[str, Any]:
     """
     branch, settings = _find(pipeline, view)
     sink = sink_of(branch)
-    if not isinstance(sink, ShowsViews):
+    if not isinstance(sink, KeepsViews):
         raise ConfigError(f"the sink {branch.sink.place} keeps no views", "Move the view to a sink that does.")
     return {**_described(_explained(pipeline, branch, sink, settings), settings), "sink": branch.sink.place}
 
 
-def _explained(pipeline: Pipeline, branch: Pipeline, sink: ShowsViews, settings: ViewSettings) -> ViewExplanation:
+def _explained(pipeline: Pipeline, branch: Pipeline, sink: KeepsViews, settings: ViewSettings) -> ViewExplanation:
     record = sink_of(branch).record()
     if record is None:
         targets, findings = _targets_of_file(pipeline, branch)

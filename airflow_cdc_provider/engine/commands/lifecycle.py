@@ -13,7 +13,7 @@ from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.pipeline.registry import sink_plugin
 from airflow_cdc_provider.engine.runs.commit_records import sink_of
 from airflow_cdc_provider.engine.runs.run_errors import request_stop
-from airflow_cdc_provider.engine.sinks.contract import ShowsViews
+from airflow_cdc_provider.engine.sinks.contract import KeepsViews
 from airflow_cdc_provider.engine.sources.contract import source_of
 from airflow_cdc_provider.engine.state.files import State
 
@@ -85,4 +85,4 @@ def drop(pipeline: Pipeline, *, takeover: bool = False, source_gone: bool = Fals
 def drop_views(pipeline: Pipeline) -> dict[str, Any]:
     """Remove the views that the file no longer has, with their tables; the pipeline and its jobs continue."""
     sinks = [sink_of(branch) for branch in pipeline.branches]
-    return {"views": [label for sink in sinks if isinstance(sink, ShowsViews) for label in sink.drop_views()]}
+    return {"views": [label for sink in sinks if isinstance(sink, KeepsViews) for label in sink.drop_views()]}

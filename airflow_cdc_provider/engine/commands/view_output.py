@@ -51,9 +51,8 @@ _LEFT_OUT = {"queued": "queued anchors", "unbuilt": "anchors that are not built"
 
 def explanation_text(result: Mapping[str, Any]) -> str:
     """Return an explanation of a view as text."""
-    what = "a row or group for each value of" if result["grouped"] else "recomputed by the key"
     anchor = ", ".join(f"{result['root']}.{column}" for column in result["anchor"])
-    lines = [f"view {result['view']}: {what} {anchor}"]
+    lines = [f"view {result['view']}: recomputed by the {'group' if result['grouped'] else 'key'} {anchor}"]
     lines += _tree(result["tables"], result["root"])
     if result["mirrored"]:
         if any(table["rows_per_change"] is None for table in result["tables"]):

@@ -8,7 +8,7 @@ from typing import Any
 from airflow_cdc_provider.engine.core.lsn import format_lsn
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.commit_records import sink_of
-from airflow_cdc_provider.engine.sinks.contract import ShowsViews
+from airflow_cdc_provider.engine.sinks.contract import KeepsViews
 from airflow_cdc_provider.engine.views.recorded import RecordedViews
 from airflow_cdc_provider.engine.views.settings import ViewSettings
 from airflow_cdc_provider.engine.views.version import ViewVersion
@@ -41,7 +41,7 @@ def branch_view_states(branch: Pipeline) -> list[dict[str, Any]]:
     longer has. ``as_of`` is the position up to which readers see all changes.
     """
     settings, sink = views_in_file(branch), sink_of(branch)
-    if not isinstance(sink, ShowsViews):
+    if not isinstance(sink, KeepsViews):
         return []
     recorded = sink.recorded_views()
     versions: dict[str, list[ViewVersion]] = {each.label: [] for each in settings}

@@ -107,11 +107,6 @@ class KeepsViews(Protocol):
     def view_versions(self) -> Sequence[ViewVersion]:
         """Return the recorded versions of the views."""
 
-
-@runtime_checkable
-class ShowsViews(Protocol):
-    """A sink whose views can be shown, compared, explained and dropped by commands."""
-
     def recorded_views(self) -> RecordedViews | None:
         """Return the views in the commit record, from one snapshot; ``None`` if there are none."""
 

@@ -21,3 +21,9 @@ class RecordedViews:
     applied: LogPosition
     versions: Sequence[ViewVersion]
     queued: Mapping[int, int]
+
+
+def compared_version(versions: Sequence[ViewVersion], label: str) -> ViewVersion | None:
+    """Return the version of a view that can be compared: the one that readers see if it moves, or the newest."""
+    kept = [version for version in versions if version.view.label == label and version.kept]
+    return next((version for version in kept if version.in_place), kept[-1] if kept else None)

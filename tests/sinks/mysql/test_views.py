@@ -20,18 +20,23 @@ from airflow_cdc_provider.engine.comparison.compare import Difference
 from airflow_cdc_provider.engine.comparison.view_result import ViewResult
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.effect import Effect
-from airflow_cdc_provider.engine.core.errors import CannotFollow, Failpoint
+from airflow_cdc_provider.engine.core.errors import CannotFollow, Failpoint, ForeignTable
 from airflow_cdc_provider.engine.core.failpoint import VARIABLE
+from airflow_cdc_provider.engine.core.findings import Checks
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.table import Column, Leaf, Table
-from airflow_cdc_provider.engine.sinks.contract import KeepsViews, ShowsViews
+from airflow_cdc_provider.engine.postgres.driver_checks import convert_driver_errors
+from airflow_cdc_provider.engine.sinks.contract import KeepsViews
 from airflow_cdc_provider.engine.sinks.mysql import view_store as mysql_view_store
 from airflow_cdc_provider.engine.sinks.mysql import views as mysql_views
+from airflow_cdc_provider.engine.sinks.mysql.checks import check
+from airflow_cdc_provider.engine.sinks.mysql.settings import MysqlSettings
 from airflow_cdc_provider.engine.sinks.mysql.sink import MysqlSink
 from airflow_cdc_provider.engine.sinks.transactional import view_upkeep
 from airflow_cdc_provider.engine.sinks.transactional import views as transactional_views
 from airflow_cdc_provider.engine.views.settings import ViewSettings
 from local_servers.mariadb import MariadbServer
+from tests.conftest import PIPELINE_ROLE
 from tests.sinks.begun_sink import IDENTITY, WATERMARK, Begun, batch
 from tests.sinks.mysql.prepared_sink import query
 from tests.sinks.view_cases import CHUNKS, SETTINGS, TARGETS, Row, effect, random_effects
@@ -90,7 +95,7 @@ def test_views_equal_their_selects_after_every_unit(mariadb: MariadbServer) -> N
 
 
 def compared(begun: Begun) -> list[ViewResult]:
-    assert isinstance(begun.sink, ShowsViews)
+    assert isinstance(begun.sink, KeepsViews)
     return list(begun.sink.compare_views())
 
 
@@ -399,7 +404,7 @@ def test_queued_anchors_and_those_that_are_not_built_are_left_out(mariadb: Maria
     assert begun.unit(200, 210, effect("shop.a", {n: (n, 0, n, 0) for n in range(1, 5)}))
     found = {each.view: each for each in compared(begun)}
     assert (found["dwd.left3"].queued, found["dwd.left3"].difference_count) == (5, 0)  # the row 0 names the row 3
-    assert isinstance(begun.sink, ShowsViews)
+    assert isinstance(begun.sink, KeepsViews)
     recorded = begun.sink.recorded_views()
     assert recorded is not None
     assert recorded.applied == 210
@@ -427,3 +432,66 @@ def test_a_view_is_explained_and_dropped(mariadb: MariadbServer) -> None:
     sink.drop()
     assert sink.view_versions() == []
     assert len(query(mariadb, "SHOW TABLES FROM dwd")) == 3
+
+
+def findings(server: MariadbServer, user: str = "root", **view: Any) -> dict[str, str]:
+    """Return what a check of the sink finds about its privileges and views."""
+    settings = MysqlSettings(server.dsn.replace("//root@", f"//{user}@"), views=(ViewSettings("dwd", "v", **view),))
+    checks = Checks(convert_driver_errors)
+    check(settings, checks, "p", TARGETS)
+    named = [each for each in checks.findings if each.check in ("sink privileges", "view dwd.v")]
+    return {each.check: f"{each.message} {each.error.solution if each.error else ''}" for each in named}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("SELECT a.id, a.v FROM shop.a", r"can be kept equal"),
+        ("SELECT a.id, b.v FROM shop.a JOIN shop.b ON b.fk = a.fk", r"2 indexes will be created"),
+        ("SELECT a.id, a.fk, count(*) AS n FROM shop.a GROUP BY a.id", r"refuses its SQL: .*'?a'?.*isn't in GROUP BY"),
+        ("SELECT a.id, dwd.twice(a.v) AS w FROM shop.a", r"dwd\.twice is not allowed"),
+        ("SELECT a.id, dwd.pure(a.v) AS w FROM shop.a", r"can be kept equal"),
+        ("SELECT a.id, unknown_function(a.v) AS w FROM shop.a", r"refuses its SQL"),
+        ("SELECT a.id, @x AS w FROM shop.a", r"has a variable"),
+        ("SELECT a.id, group_concat(a.v) AS w FROM shop.a GROUP BY a.id", r"depends on the order"),
+        *(
+            (f"SELECT a.id, {call} AS w FROM shop.a", r"is not allowed, because it depends on")
+            for call in (
+                "now()",
+                "rand()",
+                "uuid()",
+                "sysdate()",
+                "connection_id()",
+                "user()",
+                "sys_guid()",
+                "curtime(6)",
+            )
+        ),
+    ],
+)
+def test_what_the_check_says_of_a_view(mariadb: MariadbServer, text: str, said: str) -> None:
+    begin(mariadb, ())
+    query(mariadb, "CREATE DATABASE dwd")
+    query(mariadb, "CREATE FUNCTION dwd.twice(n INT) RETURNS INT RETURN 2 * n")
+    query(mariadb, "CREATE FUNCTION dwd.pure(n INT) RETURNS INT DETERMINISTIC NO SQL RETURN 2 * n")
+    assert re.search(said, findings(mariadb, sql=text)["view dwd.v"])
+
+
+def test_a_table_that_is_not_there_yet_is_checked_later(mariadb: MariadbServer) -> None:
+    found = findings(mariadb, sql="SELECT a.id, a.v FROM shop.a")
+    assert "when its tables exist" in found["view dwd.v"]
+
+
+def test_lacking_privileges_are_named(mariadb: MariadbServer) -> None:
+    found = findings(mariadb, PIPELINE_ROLE, sql="SELECT a.id, a.v FROM shop.a")
+    assert "CREATE TEMPORARY TABLES ON `airflow_cdc`.*" in found["sink privileges"]
+    assert "TRIGGER ON `dwd`.*" in found["sink privileges"]
+    assert "view dwd.v" not in found
+
+
+def test_a_name_that_is_taken_is_refused(mariadb: MariadbServer) -> None:
+    query(mariadb, "CREATE DATABASE dwd")
+    query(mariadb, "CREATE TABLE dwd.multi (id INT)")
+    with pytest.raises(ForeignTable, match=r"view dwd\.multi: the sink has a table of this name"):
+        begin(mariadb)
+    assert query(mariadb, "SELECT COUNT(*) FROM airflow_cdc.pipelines") == [(0,)]

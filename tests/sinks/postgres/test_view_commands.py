@@ -15,7 +15,7 @@ from airflow_cdc_provider.engine.commands.checks import preflight
 from airflow_cdc_provider.engine.core.errors import ConfigError, MissingPrivilege, UnknownTable
 from airflow_cdc_provider.engine.core.lsn import format_lsn
 from airflow_cdc_provider.engine.runs.commit_records import sink_of
-from airflow_cdc_provider.engine.sinks.contract import KeepsViews, ShowsViews, ViewKeeper
+from airflow_cdc_provider.engine.sinks.contract import KeepsViews, ViewKeeper
 from airflow_cdc_provider.engine.sinks.transactional import views
 from tests.commands.command_line import CommandLine
 from tests.conftest import Databases
@@ -300,6 +300,21 @@ def test_drop_of_views_keeps_the_pipeline_and_the_other_views(
     assert pipeline.target_rows("SELECT to_regclass('dws.sales')") == [(None,)]
 
 
+def test_drop_of_views_while_a_stream_with_the_former_file_runs(pipeline: PipelineUnderTest) -> None:
+    pipeline.provision()
+    build(pipeline)
+    streaming = follow(pipeline)
+    pipeline.change(sink={"views": {"dwd.wide": VIEWS["dwd.wide"]}})
+    assert commands.drop_views(pipeline.pipeline) == {"views": ["dws.sales"]}
+    pipeline.source("INSERT INTO public.orders VALUES (1000, 1, 1)", "DELETE FROM public.customers WHERE id = 1")
+    marker = pipeline.marker()
+    streaming.until(lambda: pipeline.record.applied >= marker, "the changes")
+    streaming.end()
+    assert compared(pipeline) == {"dwd.wide": compared(pipeline)["dwd.wide"]}
+    assert compared(pipeline)["dwd.wide"]["equal"]
+    assert pipeline.target_rows("SELECT to_regclass('dws.sales')") == [(None,)]
+
+
 def test_drop_leaves_views_and_removes_their_records(pipeline: PipelineUnderTest) -> None:
     pipeline.provision()
     build(pipeline)
@@ -371,7 +386,7 @@ def test_verify_is_exact_while_units_are_committed(pipeline: PipelineUnderTest) 
 
     def verify() -> None:
         sink = sink_of(pipeline.pipeline)
-        assert isinstance(sink, ShowsViews)
+        assert isinstance(sink, KeepsViews)
         try:
             while not ended.is_set():
                 results.extend(result.as_dict() for result in sink.compare_views())

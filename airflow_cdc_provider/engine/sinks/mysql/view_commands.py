@@ -24,7 +24,7 @@ from airflow_cdc_provider.engine.sinks.mysql.view_record import (
 from airflow_cdc_provider.engine.sinks.mysql.views import MysqlViews
 from airflow_cdc_provider.engine.views.explanation import ViewExplanation
 from airflow_cdc_provider.engine.views.fan_out import rows_per_change
-from airflow_cdc_provider.engine.views.recorded import RecordedViews
+from airflow_cdc_provider.engine.views.recorded import RecordedViews, compared_version
 from airflow_cdc_provider.engine.views.settings import ViewSettings
 from airflow_cdc_provider.engine.views.version import ViewVersion
 
@@ -33,7 +33,7 @@ _DROP_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class MysqlViewCommands(MysqlViews):
-    """The part of a MySQL sink that commands about views use, see :class:`.contract.ShowsViews`."""
+    """The part of a MySQL sink that commands about views use, see :class:`.contract.KeepsViews`."""
 
     def recorded_views(self) -> RecordedViews | None:
         """Return the views in the commit record, from one snapshot; ``None`` if there are none."""
@@ -73,7 +73,7 @@ class MysqlViewCommands(MysqlViews):
     def _compared(self, opened: Session, label: str) -> list[ViewResult | None]:
         """Compare a view; return nothing if it was exchanged meanwhile."""
         # Late, because tasks on executors compare nothing.
-        from airflow_cdc_provider.engine.sinks.mysql.view_comparison import compare_view, compared_version, lock_tables
+        from airflow_cdc_provider.engine.sinks.mysql.view_comparison import compare_view, lock_tables
 
         opened.begin_snapshot()
         version = compared_version(self._versions(opened), label)

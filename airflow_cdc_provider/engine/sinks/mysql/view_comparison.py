@@ -37,12 +37,6 @@ def without_table(label: str) -> UnknownTable:
     )
 
 
-def compared_version(versions: Sequence[ViewVersion], label: str) -> ViewVersion | None:
-    """Return the version of a view that can be compared: the one that readers see if it moves, or the newest."""
-    kept = [version for version in versions if version.view.label == label and version.kept]
-    return next((version for version in kept if version.in_place), kept[-1] if kept else None)
-
-
 def lock_tables(session: Session, targets: Mapping[str, Target], version: ViewVersion) -> None:
     """Keep the tables of a view as they are until the transaction ends.
 

@@ -25,6 +25,7 @@ from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres.connection import Connection, rows, scalar
 from airflow_cdc_provider.engine.sinks.postgres.view_record import read_versions
 from airflow_cdc_provider.engine.sinks.postgres.view_rows import ViewRows, listed
+from airflow_cdc_provider.engine.views.recorded import compared_version
 from airflow_cdc_provider.engine.views.version import ViewVersion
 
 _FLOATS = """
@@ -122,12 +123,6 @@ def _is_recorded(connection: Connection, pipeline: str, version: ViewVersion) ->
         (each.number, each.relation, each.kept) == (version.number, version.relation, version.kept)
         for each in read_versions(connection, pipeline)
     )
-
-
-def compared_version(versions: Sequence[ViewVersion], label: str) -> ViewVersion | None:
-    """Return the version of a view that can be compared: the one that readers see if it moves, or the newest."""
-    kept = [version for version in versions if version.view.label == label and version.kept]
-    return next((version for version in kept if version.in_place), kept[-1] if kept else None)
 
 
 def _lock(connection: Connection, targets: Mapping[str, Target], version: ViewVersion) -> None:

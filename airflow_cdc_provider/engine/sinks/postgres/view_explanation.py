@@ -1,13 +1,8 @@
-"""Explains the upkeep of a view in a Postgres sink: estimates what a change costs, and finds missing indexes.
-
-Estimates come from the server's statistics: a row of a table meets as many rows of another one as there are rows for
-each distinct value of the join columns. Conditions other than the equalities of the joins are ignored.
-"""
+"""Explains the upkeep of a view in a Postgres sink: the SELECT that runs, and the server's statistics."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from math import prod
 
 import sqlglot
@@ -15,7 +10,7 @@ from psycopg2 import sql
 
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.postgres.connection import Connection, quoted, rows
-from airflow_cdc_provider.engine.views.definition import Alias, View
+from airflow_cdc_provider.engine.views.definition import View
 
 _SIZES = "SELECT nullif(reltuples, -1)::float8 FROM pg_class WHERE oid = to_regclass(%s)"
 # A negative n_distinct is a fraction of the rows.
@@ -34,14 +29,8 @@ def anchored_select(view: View, targets: Mapping[str, Target]) -> str:
     return sqlglot.parse_one(select, read="postgres").sql("postgres", pretty=True)
 
 
-def estimated_rows(connection: Connection, view: View, targets: Mapping[str, Target]) -> dict[str, float | None]:
-    """Estimate by alias how many rows of the view a change of one row of the table affects."""
-    statistics = {label: _Statistics(connection, targets[label]) for label in view.columns}
-    return {alias.name: _rows_for(view, alias, statistics) for alias in view.aliases}
-
-
-class _Statistics:
-    """The statistics of a table."""
+class ColumnStatistics:
+    """The statistics of a table's columns, see :class:`.fan_out.TableStatistics`."""
 
     def __init__(self, connection: Connection, target: Target) -> None:
         name = sql.Identifier(target.schema, target.name).as_string(connection)
@@ -70,21 +59,3 @@ class _Statistics:
             return None
         known: float = min(1 - self._columns[column][1] for column in columns)
         return self._rows * known / distinct
-
-
-def _rows_for(view: View, alias: Alias, statistics: Mapping[str, _Statistics]) -> float | None:
-    path = view.path(alias)
-    names = {each.name for each in path}
-    factors: list[float | None] = [
-        statistics[parent.label].rows_for([theirs for _, theirs in each.equalities]) for each, parent in pairwise(path)
-    ]
-    if view.grouped:
-        known = [factor for factor in factors if factor is not None]
-        groups = statistics[view.root.label].distinct([each.column for each in view.anchor])
-        return None if groups is None or len(known) < len(factors) else min(max(1.0, prod(known)), groups)
-    for other in view.aliases:
-        if other.name not in names:
-            found = statistics[other.label].rows_for(other.own_columns)
-            factors.append(max(1.0, found) if other.join == "left" and found is not None else found)
-    known = [factor for factor in factors if factor is not None]
-    return prod(known) if len(known) == len(factors) else None

@@ -19,6 +19,7 @@ from airflow_cdc_provider.engine.sinks.postgres.view_store import PostgresViewSt
 from airflow_cdc_provider.engine.sinks.postgres.view_upkeep import PostgresViewUpkeep
 from airflow_cdc_provider.engine.sinks.transactional.view_upkeep import ViewUpkeep
 from airflow_cdc_provider.engine.views.explanation import ViewExplanation
+from airflow_cdc_provider.engine.views.fan_out import rows_per_change
 from airflow_cdc_provider.engine.views.recorded import RecordedViews
 from airflow_cdc_provider.engine.views.settings import ViewSettings
 from airflow_cdc_provider.engine.views.version import ViewVersion
@@ -90,7 +91,7 @@ class PostgresViews(PostgresReads):
 
     def explain_view(self, settings: ViewSettings, targets: Sequence[Target]) -> ViewExplanation:
         """Explain the upkeep of a view."""
-        from airflow_cdc_provider.engine.sinks.postgres.view_explanation import anchored_select, estimated_rows
+        from airflow_cdc_provider.engine.sinks.postgres.view_explanation import ColumnStatistics, anchored_select
         from airflow_cdc_provider.engine.views.select_parser import parse_view  # late, as above
 
         by_label = {target.table.label: target for target in targets}
@@ -103,7 +104,8 @@ class PostgresViews(PostgresReads):
             store = PostgresViewStore(tx, self.pipeline, self.views, by_label, LOG_START)
             store.checked(settings)
             indexes = tuple(create for _, create in store.lacking_indexes(view))
-            return ViewExplanation(view, select, True, estimated_rows(tx, view, by_label), indexes)
+            statistics = {target.table.label: ColumnStatistics(tx, target) for target in used}
+            return ViewExplanation(view, select, True, rows_per_change(view, statistics), indexes)
 
     def drop_views(self) -> list[str]:
         """Drop the tables and the records of views that the file no longer has; return their labels."""
