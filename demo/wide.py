@@ -13,12 +13,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import indent
+from typing import Any
 
 import psycopg
 
 from demo import shop, shop_writers, tables
 from demo.screen import Comparison, Screen, comparison_table, facts
-from demo.tables import Outcome, ShopMoment, ShopRun, ShopStage, summary
+from demo.tables import ShopMoment, ShopRun, ShopStage, summary
 
 SCALE = 0.1
 TRANSACTIONS_PER_SECOND = 100.0
@@ -159,23 +160,26 @@ class WideRun(ShopRun):
             *(f"verify finds a difference in {n}" for n in unequal),
         ]
         return self.conclude(
-            wide_summary(outcome, self._comparer),
+            f"{summary(outcome)}\n\n{view_summary(self._comparer, outcome.course.end.status['views'])}",
             problems,
             "each view was its SELECT in every snapshot, and the copy is the source.",
         )
 
 
-def wide_summary(outcome: Outcome, comparer: Comparer) -> str:
-    """Return the summary of the copy, followed by that of the views."""
+def view_summary(comparer: Comparer, views: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table of compared views, and what their upkeep has cost.
+
+    :param views: states of the views, as ``airflow-cdc status`` returns them.
+    """
     compared = comparison_table(("view", "rows of its SELECT", "rows"), comparer.latest)
+    states, different = len(comparer.states), len(comparer.different)
     told = [
         (
             "comparisons",
-            f"{comparer.rounds:,} of each view, in {len(comparer.states):,} states of the copy,"
-            f" {len(comparer.different):,} with differences",
+            f"{comparer.rounds:,} of each view, in {states:,} states of the copy, {different:,} with differences",
         )
     ]
-    for view in outcome.course.end.status["views"]:
+    for view in views:
         work = f"{view['units']:,} units with {view['anchors']:,} anchors, {view['milliseconds_per_unit']} ms a unit"
         told.append((view["view"].partition(".")[2], work))
-    return f"{summary(outcome)}\n\n{compared}\n\n{facts(told)}"
+    return f"{compared}\n\n{facts(told)}"
