@@ -12,7 +12,7 @@ import pytest
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.commands.checks import preflight
-from airflow_cdc_provider.engine.core.errors import ConfigError, MissingPrivilege, UnknownTable
+from airflow_cdc_provider.engine.core.errors import ConfigError, ForeignTable, MissingPrivilege, UnknownTable
 from airflow_cdc_provider.engine.core.lsn import format_lsn
 from airflow_cdc_provider.engine.runs.commit_records import sink_of
 from airflow_cdc_provider.engine.sinks.contract import KeepsViews, ViewKeeper
@@ -256,9 +256,19 @@ def test_preflight_checks_views_before_and_after_provisioning(pipeline: Pipeline
             break
         before = []
     assert pipeline.target_rows("SELECT oid FROM pg_class WHERE relnamespace >= 16384") == []
+    pipeline.target("CREATE SCHEMA dwd", "CREATE TABLE dwd.wide (id int)")
+    with pytest.raises(ForeignTable, match=r"view dwd\.wide: the sink has a table of this name"):
+        commands.preflight(pipeline.pipeline)
+    pipeline.target("DROP SCHEMA dwd CASCADE")
     pipeline.provision()
     build(pipeline)
     assert finding(pipeline, "view dwd.wide").ok
+    pipeline.source("CREATE TABLE public.late (id int PRIMARY KEY, customer int)")
+    pipeline.change(source={"tables": [*pipeline.document["source"]["tables"], "public.late"]})
+    late = {"sql": "SELECT l.id, c.city FROM public.late l JOIN public.customers c ON c.id = l.customer"}
+    pipeline.change(sink={"views": {**VIEWS, "dwd.late": late}})
+    assert finding(pipeline, "view dwd.late").ok
+    assert pipeline.target_rows("SELECT to_regclass('public.late')") == [(None,)]
     pipeline.change(sink={"views": {**VIEWS, "dwd.wide": {"sql": "SELECT id, nothing FROM public.orders"}}})
     waits = finding(pipeline, "view dwd.wide")
     assert (waits.ok, waits.warning) == (True, True)
@@ -359,6 +369,19 @@ def test_verify_of_a_view_without_its_table(pipeline: PipelineUnderTest) -> None
     pipeline.target("DROP TABLE dwd.wide")
     with pytest.raises(UnknownTable, match=r"view dwd\.wide: its table, or one that it reads, does not exist"):
         commands.verify(pipeline.pipeline)
+
+
+def test_views_of_one_of_several_sinks_name_it(pipeline: PipelineUnderTest, command_line: CommandLine) -> None:
+    pipeline.document["sink"] = [
+        {**pipeline.document["sink"]},
+        {"type": "files", "path": str(pipeline.directory / "f")},
+    ]
+    pipeline.change()
+    place = pipeline.pipeline.sinks[0].place
+    assert {view["sink"] for view in states(pipeline).values()} == {place}
+    assert commands.explain(pipeline.pipeline, "dwd.wide")["sink"] == place
+    pipeline.provision()
+    assert f"dwd.wide in {place}" in command_line.run("status")
 
 
 def test_preflight_names_what_the_upkeep_would_lack(pipeline: PipelineUnderTest) -> None:
