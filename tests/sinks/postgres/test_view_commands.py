@@ -395,6 +395,8 @@ def test_preflight_names_what_the_upkeep_would_lack(pipeline: PipelineUnderTest)
     for each in statement.split("; "):
         pipeline.target(each)
     commands.preflight(pipeline.pipeline)
+    build(pipeline)
+    assert all(view["equal"] for view in compared(pipeline).values())
     pipeline.change(sink={"views": {f"dwd.{'v' * 64}": VIEWS["dwd.wide"]}})
     with pytest.raises(ConfigError, match="truncate its name"):
         commands.preflight(pipeline.pipeline)
