@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from airflow_cdc_provider.engine.core.errors import CdcError
-from benchmarks import floor, kafka, latency, parsing, scaling, snapshot, soak, startup, sustained, throughput
+from benchmarks import floor, kafka, latency, parsing, scaling, snapshot, soak, startup, sustained, throughput, views
 from benchmarks.report import Finding, Series, WrongResult, as_json, as_text, describe_machine
 from benchmarks.shapes import Shape
 from local_servers.postgres import find_binaries
@@ -62,6 +62,7 @@ CASES = {
     kafka.KAFKA: Case(
         lambda options, _: kafka.measure(options.rows, options.repeat), "pipelines with topics at either end"
     ),
+    views.VIEWS: Case(lambda options, _: views.measure(options.rows, options.repeat), "cost of a wide table as a view"),
     soak.SOAK: Case(
         lambda options, _: soak.measure(options.seconds or 600, options.rate),
         "memory and retained log, checked against bounds",

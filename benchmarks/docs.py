@@ -23,6 +23,7 @@ from benchmarks.scaling import SCALING
 from benchmarks.soak import SOAK
 from benchmarks.startup import STARTUP
 from benchmarks.sustained import SUSTAINED
+from benchmarks.views import VIEWS
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, FOLDER = "benchmarks.md", "benchmarks"
@@ -179,6 +180,20 @@ def _startup(found: Mapping[str, Any]) -> str:
     return _table(["time to the first applied change", "seconds (min-max)"], body)
 
 
+def _views(found: Mapping[str, Any]) -> str:
+    cases = _table(["case", "changes/s (min-max)"], [[name, _spread(each)] for name, each in found["cases"].items()])
+    single = _table(
+        ["rows of the view", "seconds", "lag of the stream (s)"],
+        [[f"{each['rows']:,}", f"{each['seconds']:.2f}", f"{each['lag']:.2f}"] for each in found["fan_out"]],
+    )
+    text = (
+        f"With the view, the mirror is filled **{found['ratio_to_mirror']:.2f}** times as fast as alone. Tables ten"
+        f" times as large take {found['ratio_to_small']:.2f} times the time. The upkeep of the view takes"
+        f" {found['upkeep_seconds_a_unit']:.2f} s a unit, `REFRESH MATERIALIZED VIEW` {_spread(found['refresh'], 2)} s."
+    )
+    return f"{text}\n\n{cases}\n\n{single}"
+
+
 def _soak(found: Mapping[str, Any]) -> str:
     steady = found["samples"][len(found["samples"]) // 2 :]
     body = []
@@ -205,6 +220,7 @@ TABLES: Mapping[str, Callable[[Any], str]] = {
     SUSTAINED: _sustained,
     SCALING: _scaling,
     STARTUP: _startup,
+    VIEWS: _views,
     SOAK: _soak,
     "parsing": _parsing,
 }

@@ -35,6 +35,7 @@ RUNS = {
     "sustained": "sustained --repeat 1",
     "scaling": "scaling",
     "startup": "startup",
+    "views": "views --rows 1000000",
     "parsing": "parsing --repeat 5",
     "soak": "soak",
 }

@@ -17,11 +17,11 @@ from pathlib import Path
 import psycopg
 import pytest
 
+import airflow_cdc_provider
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.runs.commit_records import sink_of
 from airflow_cdc_provider.engine.sinks.contract import KeepsViews
 from tests.conftest import Databases
-from tests.protocol.test_failpoints import ENGINE
 from tests.support.audited import AUDITED, LONG_PAUSE, writing
 from tests.support.pipelines import PipelineUnderTest
 from tests.support.sparkless import DONE, FAILED, SparklessRun
@@ -29,11 +29,12 @@ from tests.support.threads import Stoppable
 
 pytestmark = pytest.mark.slow
 
+SINKS = Path(airflow_cdc_provider.__file__).parent / "engine" / "sinks"
 PLACES = sorted(
     name
     for name in {
         name
-        for path in [*(ENGINE / "sinks" / "transactional").glob("*.py"), *(ENGINE / "sinks" / "postgres").glob("*.py")]
+        for path in [*(SINKS / "transactional").glob("*.py"), *(SINKS / "postgres").glob("*.py")]
         for name in re.findall(r'\bfailpoint\("([^"]+)"\)', path.read_text(encoding="utf-8"))
     }
     if "-view" in name
@@ -175,7 +176,7 @@ def test_a_run_that_is_overtaken_there(pipeline: PipelineUnderTest, place: str) 
 @pytest.mark.spark
 @pytest.mark.timeout(400)
 def test_commands_that_are_killed_while_readers_look(pipeline: PipelineUnderTest) -> None:
-    """Whoever reads views and mirror in one snapshot finds them equal, whatever dies."""
+    """Readers of views and mirror in one snapshot find them equal, whatever dies."""
     with changing(pipeline):
         killed = pipeline.start("run", failpoint="before-view-built:kill:2")
         assert killed.wait().code == -9, killed.output()

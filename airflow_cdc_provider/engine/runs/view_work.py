@@ -78,6 +78,8 @@ class ViewWork:
         if not self._keepers:
             yield
             return
+        for keeper in self._keepers:
+            keeper.reconcile()
         thread = threading.Thread(target=self.work, name="views", daemon=True)
         thread.start()
         try:
