@@ -49,6 +49,8 @@ _VOLATILE = {
     *("utc_date", "utc_time", "utc_timestamp", "unix_timestamp", "current_user", "current_catalog", "current_schema"),
     *("monotonically_increasing_id", "spark_partition_id", "input_file_name", "randn", "shuffle", "random_normal"),
     *("random_bytes", "setval", "txid_current", "pg_current_xact_id", "inet_client_addr", "load_file"),
+    *("sys_guid", "encrypt", "rownum", "last_value", "is_free_lock", "is_used_lock", "release_lock"),
+    *("release_all_locks", "master_pos_wait", "source_pos_wait", "master_gtid_wait", "ps_current_thread_id"),
 }
 _ORDERED = (exp.ArrayAgg, exp.GroupConcat, exp.JSONArrayAgg, exp.JSONObjectAgg, exp.ArrayConcatAgg)
 _ORDERED_NAMES = {
@@ -61,7 +63,7 @@ _ORDERED_NAMES = {
     "json_arrayagg",
     "listagg",
 }
-_UNORDERABLE = {"json_object_agg", "jsonb_object_agg", "json_objectagg", "collect_list", "collect_set"}
+_UNORDERABLE = {"json_object_agg", "jsonb_object_agg", "json_objectagg", "collect_list", "collect_set", "any_value"}
 
 
 def refuse_constructs(select: exp.Select, refuse: Refuse) -> None:

@@ -19,6 +19,7 @@ from airflow_cdc_provider.engine.sinks.mysql.target_tables import correcting_sta
 from airflow_cdc_provider.engine.sinks.mysql.transport import mode_of
 
 _PRIVILEGES = ("SELECT", "INSERT", "UPDATE", "DELETE", "CREATE", "DROP", "ALTER", "INDEX", "TRIGGER")
+_TEMPORARY = "CREATE TEMPORARY TABLES"
 _PACKET_BYTES = 16 << 20
 # Each uses up to 41 bytes of a row in its page, and a row has at most half a page, 8126 bytes.
 _LONG_COLUMNS = 195
@@ -41,12 +42,16 @@ def check(settings: MysqlSettings, checks: Checks, pipeline: str, targets: Seque
         checks.run("sink durability", partial(_durability, sink))
         checks.run("sink loading", partial(_loading, sink))
         if targets is not None:
-            checks.run("sink privileges", partial(_may_write, sink, targets))
+            checks.run("sink privileges", partial(_may_write, sink, settings, targets))
             checks.run("sink names", partial(_names, sink, targets))
             checks.run("sink rows", partial(_row_sizes, sink, settings, targets))
             checks.run("sink tables", partial(_definitions, sink, settings, pipeline, targets))
             checks.run("target tables", partial(_target_tables, sink, settings, pipeline, targets))
             checks.run("target code", partial(_triggers, sink, targets))
+            if settings.views and checks.passed("sink privileges", "target tables"):
+                from airflow_cdc_provider.engine.sinks.mysql.view_preflight import check_views  # late: needs sqlglot
+
+                check_views(checks, sink, settings.views, pipeline, targets)
 
 
 def _protection(settings: MysqlSettings) -> str:
@@ -96,9 +101,12 @@ def _loading(sink: Session) -> str:
     return f"Rows are loaded by LOAD DATA; values may have up to {packet} bytes."
 
 
-def _may_write(sink: Session, targets: Sequence[Target]) -> str:
+def _may_write(sink: Session, settings: MysqlSettings, targets: Sequence[Target]) -> str:
     """Check the privileges in the user's grants, including those by roles and patterns if they are shown."""
-    schemas = sorted({"airflow_cdc", *(target.schema for target in targets)})
+    schemas = {"airflow_cdc", *(target.schema for target in targets), *(view.schema for view in settings.views)}
+    wanted: dict[str, tuple[str, ...]] = dict.fromkeys(sorted(schemas), _PRIVILEGES)
+    if settings.views:
+        wanted["airflow_cdc"] = (*_PRIVILEGES, _TEMPORARY)
     held: dict[str, set[str]] = {}
     for (line,) in sink.rows("SHOW GRANTS"):
         found = _GRANT.match(str(line))
@@ -112,13 +120,13 @@ def _may_write(sink: Session, targets: Sequence[Target]) -> str:
             pattern = re.escape(place.removesuffix(".*")).replace("%", ".*") if place != "*.*" else ".*"
             if place.endswith(".*") and re.fullmatch(pattern, schema):
                 granted |= privileges
-        return "ALL PRIVILEGES" in granted or granted >= set(_PRIVILEGES)
+        return "ALL PRIVILEGES" in granted or granted >= set(wanted[schema])
 
-    lacking = [schema for schema in schemas if not covers(schema)]
+    lacking = [schema for schema in wanted if not covers(schema)]
     if lacking:
         (user,) = sink.one("SELECT CURRENT_USER()")
         account = "@".join(f"'{part}'" for part in str(user).rsplit("@", 1))
-        grants = [f"GRANT {', '.join(_PRIVILEGES)} ON {quoted(schema)}.* TO {account};" for schema in lacking]
+        grants = [f"GRANT {', '.join(wanted[schema])} ON {quoted(schema)}.* TO {account};" for schema in lacking]
         raise MissingPrivilege(
             f"user {user} lacks privileges in the sink on databases {', '.join(lacking)}", f"Run: {' '.join(grants)}"
         )

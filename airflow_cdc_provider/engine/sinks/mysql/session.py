@@ -69,6 +69,11 @@ _SETTINGS: Mapping[str, str | int] = {
     "wait_timeout": 28_800,
     "net_read_timeout": 3_600,
     "net_write_timeout": 3_600,
+    # Results of expressions of views depend on these.
+    "group_concat_max_len": 4_294_967_295,
+    "div_precision_increment": 4,
+    "default_week_format": 0,
+    "lc_time_names": "'en_US'",
 }
 _MARIADB_SETTINGS = {"max_statement_time": 0, "idle_transaction_timeout": 0, "idle_write_transaction_timeout": 0}
 _MYSQL_SETTINGS = {"max_execution_time": 0}

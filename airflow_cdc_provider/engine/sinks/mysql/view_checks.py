@@ -32,11 +32,19 @@ def checked_view(session: Session, settings: ViewSettings, targets: Mapping[str,
     :raises ConfigError: when it cannot be maintained; says what to write instead.
     """
     view = parse_view(settings, {label: target.table for label, target in targets.items()}, "mysql")
-    _check_name(view, targets)
-    _check_functions(session, settings)
+    check_parsed(session, settings, view, targets)
     with _refusals(session, settings), probed(session, view.select(quoted_tables(targets))) as columns:
         _check_types(view, columns)
     return view
+
+
+def check_parsed(session: Session, settings: ViewSettings, view: View, targets: Mapping[str, Target]) -> None:
+    """Check what can be checked of a parsed view without its tables.
+
+    :raises ConfigError: as :func:`checked_view`.
+    """
+    _check_name(view, targets)
+    _check_functions(session, settings)
 
 
 def _check_name(view: View, targets: Mapping[str, Target]) -> None:

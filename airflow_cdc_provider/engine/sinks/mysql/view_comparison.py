@@ -121,13 +121,15 @@ def _query(
     both = "".join(f", MAX(IF(side = 1, f{n}, NULL)) AS w{n}, MAX(IF(side = 2, f{n}, NULL)) AS s{n}" for n in places)
     shown = ", ".join(f"MIN({kind.read.format(f'k{n}')}) AS k{n}" for n, kind in enumerate(anchors))
     bags = (
-        f"SELECT place, {', '.join(f'MIN(k{n}) AS k{n}' for n in range(len(anchors)))}, SUM(side = 1) AS wanted,"
-        f" SUM(side = 2) AS stored, MAX(side = 3) AS queued, MAX(unbuilt) AS unbuilt{both}"
+        f"SELECT place, {', '.join(f'MIN(k{n}) AS k{n}' for n in range(len(anchors)))}, SUM(side = 1) AS of_select,"
+        f" SUM(side = 2) AS of_view, MAX(side = 3) AS queued, MAX(unbuilt) AS unbuilt{both}"
         f" FROM ({' UNION ALL '.join(sides)}) AS sides GROUP BY place, texts"
     )
-    compared = f"SELECT place, {keys}, wanted, stored, queued, unbuilt, wanted <> stored OR NOT ({close}) AS differs"
+    compared = (
+        f"SELECT place, {keys}, of_select, of_view, queued, unbuilt, of_select <> of_view OR NOT ({close}) AS differs"
+    )
     return (
-        f"SELECT SUM(wanted), SUM(stored), MAX(queued), MAX(unbuilt), {shown}"
+        f"SELECT SUM(of_select), SUM(of_view), MAX(queued), MAX(unbuilt), {shown}"
         f" FROM ({compared} FROM ({bags}) AS bags) AS compared GROUP BY place"
         f" HAVING MAX(differs) OR MAX(queued) OR MAX(unbuilt) ORDER BY {keys}"
     )
