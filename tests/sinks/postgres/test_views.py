@@ -234,6 +234,15 @@ class TestDefinitions:
         shop.build()
         assert shop.rows("SELECT total FROM dwd.wide WHERE id = 1") == [(11,)]
 
+    def test_recorded_views_move_although_a_command_uses_a_file_without_them(self, empty: str) -> None:
+        shop = a_shop(empty, wide=WIDE)
+        shop.open()
+        shop.unit({1: ("1", "11", "a")})
+        assert shop.rows("SELECT total FROM dwd.wide WHERE id = 1") == [(11,)]
+        without = replace(CUSTOMERS, table=replace(CUSTOMERS.table, columns=(CUSTOMERS.table.columns[0],)))
+        shop.sink.redefine(shop.epoch, CUSTOMERS, without)
+        assert shop.versions == [(1, "wide", False)]
+
     def test_a_dropped_column_that_a_view_reads_stops_by_name(self, empty: str) -> None:
         shop = a_shop(empty, wide=WIDE)
         without = replace(CUSTOMERS, table=replace(CUSTOMERS.table, columns=(CUSTOMERS.table.columns[0],)))

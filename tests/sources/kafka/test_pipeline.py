@@ -50,6 +50,21 @@ def test_a_mirror_has_the_last_message_of_each_key(orders: TopicsPipeline) -> No
     assert orders.target_rows("SELECT id, amount FROM t WHERE id IN (3, 9) ORDER BY 1") == [(3, None), (9, 1)]
 
 
+def test_views_over_the_target_move_with_it(orders: TopicsPipeline) -> None:
+    label = "public.t"
+    orders.change(
+        sink={"views": {"dwd.notes": {"sql": f"SELECT t.note, sum(t.amount) AS total FROM {label} t GROUP BY t.note"}}}
+    )
+    orders.send(*({"id": n, "amount": n, "note": "odd" if n % 2 else "even"} for n in range(6)))
+    orders.catch_up()
+    totals = "SELECT note, total::int FROM dwd.notes ORDER BY 1"
+    assert orders.target_rows(totals) == [("even", 6), ("odd", 9)]
+    orders.send({"id": 5, "amount": 50, "note": "even"}, {"id": 6, "amount": 1, "note": "new"})
+    orders.catch_up()
+    assert orders.target_rows(totals) == [("even", 56), ("new", 1), ("odd", 4)]
+    assert commands.verify(orders.pipeline)["equal"]
+
+
 def test_only_what_is_committed_is_read_from_where_the_pipeline_begins(orders: TopicsPipeline) -> None:
     orders.send({"id": 0})
     orders.change(source={"starting": "latest"})

@@ -35,7 +35,7 @@ class MysqlViews(MysqlReads):
     """The part of a MySQL sink that keeps views."""
 
     def _upkeep(self, tx: Session) -> ViewUpkeep | None:
-        if not self.views or not has_views(tx):
+        if not has_views(tx):
             return None
         versions = read_versions(tx, self.pipeline)
         if not any(version.moves for version in versions):

@@ -30,7 +30,7 @@ class PostgresViews(PostgresReads):
     """The part of a Postgres sink that keeps views."""
 
     def _upkeep(self, tx: Connection) -> ViewUpkeep | None:
-        if not self.views or not has_views(tx):
+        if not has_views(tx):
             return None
         versions = read_versions(tx, self.pipeline)
         if not any(version.moves for version in versions):

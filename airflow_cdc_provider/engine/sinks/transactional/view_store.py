@@ -172,7 +172,11 @@ class ViewStore(ABC):
         wanted = {settings.label: settings for settings in self.views}
         for label, versions in self._by_label().items():
             newest = versions[-1]
-            if before.label not in newest.view.columns or not newest.kept or label not in wanted:
+            if before.label not in newest.view.columns or not newest.kept:
+                continue
+            if label not in wanted:
+                for version in versions:
+                    self.end(version)
                 continue
             try:
                 view = self.parse(wanted[label], tables)

@@ -76,7 +76,7 @@ class TransactionalViews(TransactionalSink[Tx]):
 
     def _redefine_views(self, tx: Tx, applied: LogPosition, before: Target, after: Target) -> None:
         """Let the views follow a change of a table."""
-        if self.views and before.table.to_dict() != after.table.to_dict():
+        if before.table.to_dict() != after.table.to_dict():
             self._view_store(tx, applied).follow(before.table, after.table)
 
 
