@@ -18,6 +18,7 @@ from sqlglot.optimizer.normalize_identifiers import normalize_identifiers
 from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.views.definition import Alias, AnchorColumn, Output, View
+from airflow_cdc_provider.engine.views.mysql_dialect import CommonMysql
 from airflow_cdc_provider.engine.views.refusals import refuse_constructs
 from airflow_cdc_provider.engine.views.settings import ViewSettings
 
@@ -43,6 +44,7 @@ class _Parser:
         self._settings = settings
         self._tables = tables
         self._dialect = dialect
+        self._written = CommonMysql if dialect == "mysql" else dialect
         self._scope: dict[str, Table] = {}
         self._used: dict[str, set[str]] = {}
 
@@ -79,7 +81,7 @@ class _Parser:
         raise ConfigError(f"view {self._settings.label}: {what}", instead)
 
     def _sql(self, expression: exp.Expr) -> str:
-        return expression.sql(self._dialect, identify=True, comments=False)
+        return expression.sql(self._written, identify=True, comments=False)
 
     def _quote(self, name: str) -> str:
         return exp.to_identifier(name, quoted=True).sql(self._dialect)

@@ -452,6 +452,19 @@ def findings(server: MariadbServer, user: str = "root", **view: Any) -> dict[str
         ("SELECT a.id, dwd.twice(a.v) AS w FROM shop.a", r"dwd\.twice is not allowed"),
         ("SELECT a.id, dwd.pure(a.v) AS w FROM shop.a", r"can be kept equal"),
         ("SELECT a.id, unknown_function(a.v) AS w FROM shop.a", r"refuses its SQL"),
+        ("SELECT id, `a`.v AS w FROM a -- comment\n WHERE a.v % 2 = 0 OR a.v IN (1, 2);", r"can be kept equal"),
+        (
+            "SELECT a.id, a.v DIV 2 AS w, a.v / 2 AS q, concat(a.v, '%', \"s\") AS s, a.v || a.fk AS o, a.v ^ 2 AS x,"
+            " date_format('2020-01-02' + interval a.v day, '%M') AS m, if(a.v <=> NULL, 1, 2) AS i, !a.v AS n,"
+            " cast(a.v AS char(3)) AS c, convert(a.v, decimal(5,2)) AS d, b.v > ifnull(a.v, 0) AS y,"
+            " date_add(DATE '2020-01-02', interval 1 day) AS t, a.v REGEXP '1$' AS r, 1 = (a.v RLIKE '^1') AS r2,"
+            " a.v NOT REGEXP concat(b.v, '1') AS r3"
+            " FROM shop.a LEFT JOIN shop.b ON b.id = a.fk WHERE NOT a.v BETWEEN 3 AND 4",
+            r"can be kept equal",
+        ),
+        ("SELECT a.id, space(a.v) AS w FROM shop.a", r"was not understood: it was read as .*REPEAT"),
+        ("SELECT a.fk AS k, count(DISTINCT a.v) AS n FROM shop.a GROUP BY k HAVING n > 1", r"can be kept equal"),
+        ("SELECT b.id, a.v FROM shop.a RIGHT JOIN shop.b ON a.id = b.fk", r"can be kept equal"),
         ("SELECT a.id, @x AS w FROM shop.a", r"has a variable"),
         ("SELECT a.id, group_concat(a.v) AS w FROM shop.a GROUP BY a.id", r"depends on the order"),
         *(

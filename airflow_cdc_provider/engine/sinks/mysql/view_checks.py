@@ -1,10 +1,12 @@
 """Lets the server check the SELECT of a view, which has the last word on types and functions.
 
-The server evaluates the SELECT without rows, under a mode that refuses columns without a definite value in a group.
+The server evaluates the SELECT without rows, under a mode that refuses columns without a definite value in a group. It
+must also print the view's own text and the text that the parser made of it as the same query.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -14,14 +16,24 @@ from sqlglot import exp
 from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.sinks.mysql.address import driver
-from airflow_cdc_provider.engine.sinks.mysql.session import Session
+from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted
 from airflow_cdc_provider.engine.sinks.mysql.session_errors import is_retryable, server_message
-from airflow_cdc_provider.engine.sinks.mysql.view_definition import ViewColumn, create_rows, probed, quoted_tables
+from airflow_cdc_provider.engine.sinks.mysql.view_definition import ViewColumn, probed, quoted_tables
 from airflow_cdc_provider.engine.views.definition import View
+from airflow_cdc_provider.engine.views.mysql_dialect import CommonMysql
 from airflow_cdc_provider.engine.views.select_parser import parse_view
 from airflow_cdc_provider.engine.views.settings import ViewSettings
 
 _LONGEST_NAME = 64
+_PRINTED = 1003  # number of the note with the query
+# The parser writes the second form in place of the first.
+_SAME = {
+    r"\bifnull\(": "coalesce(",
+    r"\blog\(": "ln(",
+    r"\binterval '(\d+)'": r"interval \1",
+    r"\bDATE('[^']*')": r"cast(\1 as date)",
+    r"\bTIMESTAMP('[^']*')": r"cast(\1 as datetime)",
+}
 _OTHERS = ("airflow_cdc", "mysql", "sys", "information_schema", "performance_schema")
 
 
@@ -35,6 +47,7 @@ def checked_view(session: Session, settings: ViewSettings, targets: Mapping[str,
     check_parsed(session, settings, view, targets)
     with _refusals(session, settings), probed(session, view.select(quoted_tables(targets))) as columns:
         _check_types(view, columns)
+        _check_meaning(session, settings, targets)
     return view
 
 
@@ -102,6 +115,41 @@ def _check_functions(session: Session, settings: ViewSettings) -> None:
                 )
 
 
+def _check_meaning(session: Session, settings: ViewSettings, targets: Mapping[str, Target]) -> None:
+    """Refuse a SELECT that the parser understands otherwise than the server."""
+    text = _with_tables(settings.sql, targets)
+    read = sqlglot.parse_one(text, read="mysql").sql(CommonMysql, identify=True, comments=False)
+    if _printed(session, text) != _printed(session, read):
+        raise ConfigError(
+            f"view {settings.label}: its SQL was not understood: it was read as {read}",
+            "Write the expression that differs in another way, for example with CAST instead of an operator.",
+        )
+
+
+def _printed(session: Session, select: str) -> str:
+    """Return a query as the server prints it, with one of several forms that mean the same."""
+    session.rows(f"EXPLAIN {'EXTENDED' if session.mariadb else 'FORMAT=TRADITIONAL'} {select}")
+    printed = next(str(message) for _, code, message in session.rows("SHOW WARNINGS") if int(code) == _PRINTED)
+    for form, same in _SAME.items():
+        printed = re.sub(form, same, printed)
+    return printed
+
+
+def _with_tables(text: str, targets: Mapping[str, Target]) -> str:
+    """Return a SELECT as the user wrote it, with the target tables in place of the source tables."""
+    by_name: dict[tuple[str, str], str] = {}
+    for label, name in quoted_tables(targets).items():
+        schema, _, table = label.partition(".")
+        by_name[schema, table] = by_name["", table] = name
+    sources = sqlglot.parse_one(text, read="mysql").find_all(exp.Table)
+    for source in sorted(sources, key=lambda each: -int(each.this.meta["start"])):
+        parts = [part for part in (source.args.get("db"), source.this) if part is not None]
+        start, end = parts[0].meta["start"], parts[-1].meta["end"] + 1
+        alias = "" if source.alias else f" AS {quoted(source.name)}"
+        text = f"{text[:start]}{by_name[source.db, source.name]}{alias}{text[end:]}"
+    return text.rstrip().removesuffix(";")
+
+
 def _check_types(view: View, columns: list[ViewColumn]) -> None:
     """Refuse columns whose values cannot be compared exactly."""
     for column in columns:
@@ -110,4 +158,3 @@ def _check_types(view: View, columns: list[ViewColumn]) -> None:
                 f"view {view.label}: its column {column.name} is a FLOAT, which the server shows with six digits",
                 "Use CAST(… AS DOUBLE).",
             )
-    create_rows(view, columns, "", "")  # names in the server's result are those of the definition
