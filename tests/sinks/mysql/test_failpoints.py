@@ -36,7 +36,7 @@ LEFT_OUT = {
     *("after-batch-staged", "after-piece-applied", "after-batch-commit", "after-reread-commit"),
 }
 VIEWS = {name for name in EVERY if "-view-" in name}
-"""Places of the upkeep of views, which :mod:`.test_views` walks."""
+"""Places of the upkeep of views, which :mod:`.test_view_steps` walks."""
 PLACES = sorted(EVERY - LEFT_OUT - VIEWS)
 # An exchange makes room for a definition that only a new read can fill; in a mirror, an alteration follows one.
 ALTERED = ("before-alteration", "after-alteration", "before-default-dropped")
