@@ -86,7 +86,7 @@ class CdcVerifyOperator(CdcOperator):
     """
 
     def execute(self, context: Context) -> dict[str, Any]:
-        """Compare; return the tables with their numbers of rows."""
+        """Compare; return the tables and views with their numbers of rows."""
         from airflow_cdc_provider.engine import commands
 
         with airflow_failures(self.pipeline, "verify", ends_run=False):
@@ -100,15 +100,26 @@ class CdcVerifyOperator(CdcOperator):
                 f" {table['sink']}" if "sink" in table else "",
                 "equal" if table["equal"] else "different",
             )
+        for view in result.get("views", ()):
+            self.log.info(
+                "view %s: %s rows, %s.", view["view"], view["rows"], "equal" if view["equal"] else "different"
+            )
         if not result["equal"]:
             different = [table for table in result["tables"] if not table["equal"]]
-            lines = ["Source and sink differ.", *map(_describe_difference, different)]
+            views = [view["view"] for view in result.get("views", ()) if not view["equal"]]
+            lines = ["Source and sink differ.", *map(_describe_difference, different)] if different else []
+            lines += [f"View {view} is not what its SELECT returns." for view in views]
             if result.get("lag_bytes") and not result.get("live"):
                 lines.append(
                     f"No stream is running, and {human_bytes(result['lag_bytes'])} of WAL are not applied yet:"
                     " let a stream catch up, and compare again."
                 )
-            if "ranges" not in result:
+            if views:
+                lines.append(
+                    "Something else has changed the view's table. Drop the table, and run the pipeline: the view is"
+                    " built again."
+                )
+            if different and "ranges" not in result:
                 lines.append(_remedy([table["table"] for table in different]))
             raise AirflowFailException("\n".join(lines))
         return result

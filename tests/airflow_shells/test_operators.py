@@ -232,6 +232,18 @@ def test_verify_names_tables_and_keys_that_differ(commands: Commands, pipeline: 
     assert "customers" not in str(caught.value)
 
 
+def test_verify_names_views_that_differ(commands: Commands, pipeline: str) -> None:
+    table = {"table": "public.customers", "source_rows": 4, "target_rows": 4, "equal": True, "differences": []}
+    view = {"view": "dwd.wide", "rows": 3, "equal": False, "queued": 0, "differences": []}
+    commands(verify=lambda p: {"equal": False, "tables": [table], "views": [view]})
+
+    with pytest.raises(AirflowFailException, match=r"View dwd\.wide is not what its SELECT returns") as caught:
+        CdcVerifyOperator(task_id="t", pipeline=pipeline).execute({})
+
+    assert "Drop the table, and run the pipeline" in str(caught.value)
+    assert "resnapshot" not in str(caught.value)
+
+
 def test_verify_returns_equal_tables(commands: Commands, pipeline: str) -> None:
     result = {"equal": True, "tables": []}
     commands(verify=lambda p: result)

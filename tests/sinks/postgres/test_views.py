@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import psycopg
 import pyarrow as pa
 import pytest
 
-from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.effect import Effect
 from airflow_cdc_provider.engine.core.errors import (
     CannotFollow,
@@ -22,6 +22,7 @@ from airflow_cdc_provider.engine.core.errors import (
 from airflow_cdc_provider.engine.core.failpoint import VARIABLE
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.table import Column, Leaf, Table
+from airflow_cdc_provider.engine.sinks.postgres import fence
 from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
 from airflow_cdc_provider.engine.sinks.transactional.views import ViewKeeper
 from airflow_cdc_provider.engine.views.settings import ViewSettings
@@ -185,6 +186,16 @@ class TestQueue:
         assert shop.rows("SELECT id FROM dwd.wide WHERE city = 'Bonn' ORDER BY 1") == [(1,), (2,)]
         assert shop.keeper.reached(shop.applied)
 
+    def test_a_reader_of_the_queue_is_not_waited_for(self, empty: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fence, "LOCK_SECONDS", 0.5)
+        shop = a_shop(empty, wide=ViewSettings("dwd", "wide", WIDE, max_rows=1))
+        (version,) = shop.sink.view_versions()
+        with psycopg.connect(empty) as reader:
+            reader.execute(f"SELECT count(*) FROM airflow_cdc.{version.queue}".encode())
+            shop.unit(customers={1: ("Bonn", "Ada")})
+            shop.build()
+            assert shop.rows("SELECT id FROM dwd.wide WHERE city = 'Bonn' ORDER BY 1") == [(1,), (2,)]
+
     def test_a_view_with_refresh_coalesces_until_it_is_due(self, empty: str) -> None:
         shop = a_shop(empty, cities=ViewSettings("dwd", "cities", CITIES, refresh=60))
         clock = [1000.0]
@@ -282,6 +293,28 @@ class TestDefinitions:
         shop.unit({1: ("1", "5000000000", "a")})
         assert shop.rows("SELECT total FROM dwd.wide WHERE id = 1") == [(5_000_000_000,)]
 
+    def test_a_view_whose_table_was_dropped_is_built_again(self, empty: str) -> None:
+        shop = a_shop(empty, wide=WIDE)
+        shop.store.query("DROP TABLE dwd.wide")
+        with pytest.raises(ViewRefused, match="does not exist") as refused:
+            shop.unit({1: ("1", "11", "a")})
+        assert "built again" in refused.value.solution
+        shop.reopen(wide=WIDE)
+        shop.keeper.reconcile()
+        shop.unit({1: ("1", "11", "a")})
+        shop.build()
+        assert shop.rows("SELECT id, total FROM dwd.wide ORDER BY 1") == [(1, 11), (2, 20), (3, 30)]
+
+    def test_a_table_that_leaves_the_pipeline_ends_its_views(self, empty: str) -> None:
+        shop = a_shop(empty, wide=WIDE, totals="SELECT o.id, o.total FROM shop.orders o")
+        shop.sink.forget(shop.epoch, ["shop.customers"])
+        assert shop.versions == [(1, "wide", False), (2, "totals", True)]
+        shop.unit({1: ("1", "11", "a")})
+        assert shop.rows("SELECT total FROM dwd.totals WHERE id = 1") == [(11,)]
+        shop.reopen(wide=WIDE)
+        with pytest.raises(ConfigError, match=r"view dwd.wide: the table shop.customers is not captured"):
+            shop.build()
+
     def test_everything_read_again_builds_views_again(self, empty: str) -> None:
         shop = a_shop(empty, wide=WIDE)
         shop.sink.restart(shop.epoch, [ORDERS, CUSTOMERS], IDENTITY, 500)
@@ -316,14 +349,14 @@ class TestRefusals:
 
     def test_a_name_that_is_taken(self, empty: str) -> None:
         PostgresStore(empty).query("CREATE SCHEMA dwd; CREATE TABLE dwd.wide (a int)")
-        with pytest.raises(ForeignTable, match="view dwd.wide: the sink has a table of this name"):
+        with pytest.raises(ForeignTable, match=r"view dwd.wide: the sink has a table of this name"):
             Shop(empty, wide=WIDE)
-        with pytest.raises(ConfigError, match="shop.orders is copied into a table of this name"):
+        with pytest.raises(ConfigError, match=r"shop.orders is copied into a table of this name"):
             Shop(empty, orders=ViewSettings("mirror", "orders", WIDE))
 
     def test_a_row_that_cannot_be_computed_stops_the_unit_by_name(self, empty: str) -> None:
         shop = a_shop(empty, v="SELECT o.id, 100 / o.total AS share FROM shop.orders o")
-        with pytest.raises(ViewRefused, match="view dwd.v cannot be brought up to date: division by zero"):
+        with pytest.raises(ViewRefused, match=r"view dwd.v cannot be brought up to date: division by zero"):
             shop.unit({1: ("1", "0", "a")})
         assert shop.rows("SELECT total FROM mirror.orders WHERE id = 1") == [(10,)]
         shop.reopen(v="SELECT o.id, 100 / nullif(o.total, 0) AS share FROM shop.orders o")

@@ -51,12 +51,11 @@ class ViewRows:
             for label in self._view.columns
         }
         self._anchors = sql.Identifier("pg_temp", f"cdc_anchors_{version.number}")
-        self._fresh = sql.Identifier("pg_temp", f"cdc_fresh_{version.number}")
         self.relation = sql.Identifier(self._view.schema, version.relation)
         self._queue_table = sql.Identifier("airflow_cdc", version.queue)
 
     def _run(self, text: str, **parts: sql.Composable) -> list[tuple[object, ...]]:
-        common = {"anchors": self._anchors, "fresh": self._fresh, "view": self.relation, "queue": self._queue_table}
+        common = {"anchors": self._anchors, "view": self.relation, "queue": self._queue_table}
         return rows(self._connection, sql.SQL(text).format(**common, **parts))
 
     @property
@@ -82,8 +81,10 @@ class ViewRows:
         :param unbuilt: whether to keep those whose rows are not built yet.
         """
         self._run(
-            "CREATE TEMPORARY TABLE {anchors} ON COMMIT DROP AS SELECT DISTINCT * FROM ({query}) a WHERE {built}",
+            "CREATE TEMPORARY TABLE {anchors} ON COMMIT DROP AS SELECT DISTINCT * FROM ({query}) a WHERE {built}"
+            " ORDER BY {anchor}",
             query=query,
+            anchor=listed(self._anchor("a")),
             built=sql.SQL("true") if unbuilt else self.built(self._anchor("a")),
         )
         count = int(str(self._run("SELECT count(*) FROM {anchors}")[0][0]))
@@ -138,9 +139,18 @@ class ViewRows:
         )
         left = bool(scalar(self._connection, sql.SQL("SELECT EXISTS (SELECT FROM {})").format(self._queue_table)))
         if not left:
-            self._run("TRUNCATE {queue}")  # the deleted rows would stay, and be passed by every later look
+            self._clear_queue()
         self.find(sql.SQL("SELECT * FROM taken"))
         return left
+
+    def _clear_queue(self) -> None:
+        """Remove what deleted rows leave in the empty queue, which every later look would pass, unless it is read."""
+        self._run("SAVEPOINT cdc_queue")
+        try:
+            self._run("LOCK TABLE {queue} IN ACCESS EXCLUSIVE MODE NOWAIT")
+            self._run("TRUNCATE {queue}")
+        except psycopg2.errors.LockNotAvailable:
+            self._run("ROLLBACK TO SAVEPOINT cdc_queue")
 
     # -- recomputing -------------------------------------------------------------------------------
 
@@ -151,20 +161,20 @@ class ViewRows:
         """
         try:
             self._recompute()
+        except psycopg2.errors.UndefinedTable as e:
+            again = "Start again: a view whose table has been dropped is built again."
+            raise ViewRefused.by(self._view.label, e.diag.message_primary or str(e), again) from e
         except (psycopg2.DataError, psycopg2.IntegrityError, psycopg2.ProgrammingError) as e:
             raise ViewRefused.by(self._view.label, e.diag.message_primary or str(e)) from e
 
     def _recompute(self) -> None:
-        patterns = list(self._patterns())
-        self._run("CREATE TEMPORARY TABLE {fresh} ON COMMIT DROP AS {select} WITH NO DATA", select=self.select)
-        for nulls in patterns:
-            self._run("INSERT INTO {fresh} {select}", select=self._select_anchors(nulls))
-        self._run("ANALYZE {fresh}")
-        for nulls in patterns:
-            if self._view.one_row:
-                self._write_single(nulls)
-            else:
+        for nulls in list(self._patterns()):
+            if not self._view.one_row:
                 self._write_several(nulls)
+            elif self._view.grouped:
+                self._write_groups(nulls)
+            else:
+                self._write_single(nulls)
 
     def insert(self) -> None:
         """Compute the rows of the found anchors, of which the view has none yet, and add them."""
@@ -187,75 +197,59 @@ class ViewRows:
         for found in self._run("SELECT DISTINCT {columns} FROM {anchors} a", columns=columns):
             yield tuple(bool(null) for null in found)
 
-    def _write_single(self, nulls: Nulls) -> None:
-        """Write the differences of a view with at most one row for an anchor."""
-        names = [sql.Identifier(output.name) for output in self._view.outputs]
+    def _names(self, relation: str = "") -> sql.Composable:
+        """Return the columns of the view, of a relation."""
+        prefix = f"{relation}." if relation else ""
+        return listed(sql.SQL(f"{prefix}{{}}").format(sql.Identifier(output.name)) for output in self._view.outputs)
+
+    def _write(self, nulls: Nulls, text: str, **parts: sql.Composable) -> None:
+        """Run a statement with the fresh rows of the anchors; all its parts see the view as it was before."""
         view, fresh, anchors = self._anchor("v", outputs=True), self._anchor("f", outputs=True), self._anchor("a")
-        stored, values, excluded = (
-            listed(sql.SQL("{}.{}").format(sql.SQL(row), name) for name in names) for row in ("v", "f", "excluded")
-        )
-        parts = {"names": listed(names), "values": values, "stored": stored, "excluded": excluded}
-        same = match(view, fresh, nulls)
         self._run(
-            "DELETE FROM {view} v USING {anchors} a WHERE {hit} AND NOT EXISTS (SELECT FROM {fresh} f WHERE {kept})",
+            "WITH fresh AS MATERIALIZED ({select}), " + text,
+            select=self._select_anchors(nulls),
+            names=self._names(),
+            values=self._names("f"),
+            stored=self._names("v"),
+            same=match(view, fresh, nulls),
             hit=match(view, anchors, nulls),
             kept=match(fresh, anchors, nulls),
-        )
-        if not self._view.grouped:  # the anchor is the primary key
-            self._run(
-                "INSERT INTO {view} AS v ({names}) SELECT {values} FROM {fresh} f ON CONFLICT ({key})"
-                " DO UPDATE SET ({names}) = ROW({excluded}) WHERE NOT ROW({stored})::record *= ROW({excluded})::record",
-                key=listed(sql.Identifier(each.output) for each in self._view.anchor),
-                **parts,
-            )
-            return
-        self._run(
-            "UPDATE {view} v SET ({names}) = ROW({values}) FROM {fresh} f"
-            " WHERE {same} AND NOT ROW({stored})::record *= ROW({values})::record",
-            same=same,
-            **parts,
-        )
-        self._run(
-            "INSERT INTO {view} ({names}) SELECT {values} FROM {fresh} f"
-            " WHERE {pattern} AND NOT EXISTS (SELECT FROM {view} v WHERE {same})",
-            pattern=self._pattern(fresh, nulls),
-            same=same,
             **parts,
         )
 
-    @staticmethod
-    def _pattern(anchor: Sequence[sql.Composable], nulls: Nulls) -> sql.Composable:
-        """Return the condition that an anchor has the given NULLs."""
-        return sql.SQL(" AND ").join(
-            sql.SQL("{} IS NULL" if null else "{} IS NOT NULL").format(each)
-            for each, null in zip(anchor, nulls, strict=True)
+    def _write_single(self, nulls: Nulls) -> None:
+        """Write the differences of a view with at most one row for an anchor, which is its primary key."""
+        self._write(
+            nulls,
+            "written AS (INSERT INTO {view} AS v ({names}) SELECT {values} FROM fresh f ON CONFLICT ({key})"
+            " DO UPDATE SET ({names}) = ROW({excluded}) WHERE NOT ROW({stored})::record *= ROW({excluded})::record)"
+            " DELETE FROM {view} v USING {anchors} a WHERE {hit} AND NOT EXISTS (SELECT FROM fresh f WHERE {kept})",
+            key=listed(sql.Identifier(each.output) for each in self._view.anchor),
+            excluded=self._names("excluded"),
+        )
+
+    def _write_groups(self, nulls: Nulls) -> None:
+        """Write the differences of a view with GROUP BY; no unique index could hold NULLs of groups apart."""
+        self._write(
+            nulls,
+            "changed AS (UPDATE {view} v SET ({names}) = ROW({values}) FROM fresh f"
+            " WHERE {same} AND NOT ROW({stored})::record *= ROW({values})::record),"
+            " added AS (INSERT INTO {view} ({names}) SELECT {values} FROM fresh f"
+            " WHERE NOT EXISTS (SELECT FROM {view} v WHERE {same}))"
+            " DELETE FROM {view} v USING {anchors} a WHERE {hit} AND NOT EXISTS (SELECT FROM fresh f WHERE {kept})",
         )
 
     def _write_several(self, nulls: Nulls) -> None:
         """Write the differences of a view with several rows for an anchor, which may be equal; texts identify them."""
-        names = [sql.Identifier(output.name) for output in self._view.outputs]
-        row = sql.SQL("ROW({})::text")
-        stored = row.format(listed(sql.SQL("v.{}").format(name) for name in names))
-        wanted = row.format(listed(sql.SQL("f.{}").format(name) for name in names))
-        hit = match(self._anchor("v", outputs=True), self._anchor("a"), nulls)
-        have = sql.SQL(
-            "SELECT v.ctid AS place, {text} AS text, row_number() OVER (PARTITION BY {text}) AS copy"
-            " FROM {view} v JOIN {anchors} a ON {hit}"
-        ).format(text=stored, view=self.relation, anchors=self._anchors, hit=hit)
-        want = sql.SQL(
-            "SELECT f.*, {text} AS cdc_text, row_number() OVER (PARTITION BY {text}) AS cdc_copy"
-            " FROM {fresh} f WHERE {pattern}"
-        ).format(text=wanted, fresh=self._fresh, pattern=self._pattern(self._anchor("f", outputs=True), nulls))
-        parts = {"have": have, "want": want}
-        self._run(
-            "DELETE FROM {view} v USING ({have}) h WHERE v.ctid = h.place"
-            " AND NOT EXISTS (SELECT FROM ({want}) w WHERE w.cdc_text = h.text AND w.cdc_copy = h.copy)",
-            **parts,
-        )
-        self._run(
-            "INSERT INTO {view} ({names}) SELECT {values} FROM ({want}) w"
-            " WHERE NOT EXISTS (SELECT FROM ({have}) h WHERE h.text = w.cdc_text AND h.copy = w.cdc_copy)",
-            names=listed(names),
-            values=listed(sql.SQL("w.{}").format(name) for name in names),
-            **parts,
+        self._write(
+            nulls,
+            "have AS (SELECT v.ctid AS place, ROW({stored})::text AS cdc_text,"
+            " row_number() OVER (PARTITION BY ROW({stored})::text) AS cdc_copy"
+            " FROM {view} v JOIN {anchors} a ON {hit}),"
+            " want AS (SELECT f.*, ROW({values})::text AS cdc_text,"
+            " row_number() OVER (PARTITION BY ROW({values})::text) AS cdc_copy FROM fresh f),"
+            " added AS (INSERT INTO {view} ({names}) SELECT {values} FROM want f"
+            " WHERE NOT EXISTS (SELECT FROM have h WHERE h.cdc_text = f.cdc_text AND h.cdc_copy = f.cdc_copy))"
+            " DELETE FROM {view} v USING have h WHERE v.ctid = h.place"
+            " AND NOT EXISTS (SELECT FROM want f WHERE h.cdc_text = f.cdc_text AND h.cdc_copy = f.cdc_copy)",
         )

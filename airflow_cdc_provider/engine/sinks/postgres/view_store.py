@@ -48,8 +48,8 @@ SELECT EXISTS (
     WHERE c.pipeline = %s AND (c.high_lsn IS NULL OR c.high_lsn > p.applied_lsn))
 """
 _DEPENDENTS = (
-    "The new version of the view is built. Drop what depends on the former table, such as an SQL view, then start again;"
-    " create it again afterwards."
+    "The new version of the view is built. Drop what depends on the former table, such as an SQL view, then start"
+    " again; create it again afterwards."
 )
 # Indexes whose first columns are the given ones, in any order.
 _INDEXES = """
@@ -225,7 +225,7 @@ class PostgresViewStore(ViewStore):
             for (grant,) in rows(self._connection, _GRANTS, names):
                 rows(self._connection, grant)
             with self._naming(version, _DEPENDENTS):
-                self._run("DROP TABLE {final}", final=final)
+                self._run("DROP TABLE IF EXISTS {final}", final=final)
         self._run("ALTER TABLE {built} RENAME TO {name}", built=built, name=sql.Identifier(view.name))
         for each in former:
             remove_version(self._connection, self._pipeline, each)

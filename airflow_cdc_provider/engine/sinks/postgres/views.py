@@ -16,7 +16,7 @@ from airflow_cdc_provider.engine.sinks.postgres.reads import PostgresReads
 from airflow_cdc_provider.engine.sinks.postgres.refused_values import of_sink
 from airflow_cdc_provider.engine.sinks.postgres.view_record import has_views, read_versions, remove_version
 from airflow_cdc_provider.engine.sinks.postgres.view_store import PostgresViewStore
-from airflow_cdc_provider.engine.sinks.postgres.view_upkeep import PostgresViewUpkeep
+from airflow_cdc_provider.engine.sinks.postgres.view_upkeep import SETTINGS, PostgresViewUpkeep
 from airflow_cdc_provider.engine.sinks.transactional.view_upkeep import ViewUpkeep
 from airflow_cdc_provider.engine.views.explanation import ViewExplanation
 from airflow_cdc_provider.engine.views.fan_out import rows_per_change
@@ -35,7 +35,7 @@ class PostgresViews(PostgresReads):
         versions = read_versions(tx, self.pipeline)
         if not any(version.moves for version in versions):
             return None
-        rows(tx, "SET LOCAL jit = off")  # compiling takes longer than these queries
+        rows(tx, SETTINGS)
         labels = {label for version in versions for label in version.view.columns}
         return PostgresViewUpkeep(tx, self.pipeline, self._targets(tx, labels), versions)
 

@@ -111,6 +111,9 @@ class TransactionalRecord(ABC, Generic[Tx]):
     def _forget(self, tx: Tx, labels: Sequence[str]) -> None:
         """Remove tables and their chunks from the record."""
 
+    def _end_views(self, tx: Tx, applied: LogPosition, labels: Collection[str]) -> None:
+        """Let views over some tables no longer move with the mirror."""
+
     # -- the protocol ------------------------------------------------------------------------------
 
     def _fence(self, tx: Tx, epoch: int, lock: Lock | None) -> LogPosition:
@@ -190,5 +193,6 @@ class TransactionalRecord(ABC, Generic[Tx]):
 
     def forget(self, epoch: int, labels: Sequence[str]) -> None:
         """Remove tables from the commit record."""
-        with self._fenced(epoch, "alone") as (tx, _):
+        with self._fenced(epoch, "alone") as (tx, applied):
+            self._end_views(tx, applied, labels)
             self._forget(tx, labels)

@@ -119,6 +119,8 @@ class ViewStore(ABC):
     def reconcile(self) -> None:
         """Make the versions those of the file: begin new definitions, and end views that the file no longer has.
 
+        A view whose table has been dropped is built again.
+
         :raises ConfigError: as :meth:`check`.
         :raises ForeignTable: as :meth:`check`.
         """
@@ -128,7 +130,9 @@ class ViewStore(ABC):
             versions = recorded.pop(settings.label, [])
             newest = versions[-1] if versions else None
             if newest is not None and newest.kept and newest.settings.sql == settings.sql:
-                if newest.settings != settings:
+                if newest.in_place and not self.taken(settings):  # someone has dropped its table
+                    self._replace(versions, settings, self.checked(settings))
+                elif newest.settings != settings:
                     self.resettle(newest, settings)
                 continue
             try:
@@ -151,6 +155,12 @@ class ViewStore(ABC):
         for versions in self._by_label().values():
             if versions[-1].kept and versions[-1].view.columns.keys() & set(labels):
                 self._replace(versions, versions[-1].settings, versions[-1].view)
+
+    def end_over(self, labels: Collection[str]) -> None:
+        """Let views over some tables, which leave the pipeline, no longer move with the mirror."""
+        for version in self.versions():
+            if version.view.columns.keys() & set(labels):
+                self.end(version)
 
     def _replace(self, versions: Sequence[ViewVersion], settings: ViewSettings, view: View) -> None:
         self.add(settings, view)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -73,6 +73,9 @@ class TransactionalViews(TransactionalSink[Tx]):
         """Create missing indexes for a version, unless the file asks to print them only."""
         if version.settings.indexes == "create":
             self._create_indexes(version)
+
+    def _end_views(self, tx: Tx, applied: LogPosition, labels: Collection[str]) -> None:
+        self._view_store(tx, applied).end_over(labels)
 
     def _redefine_views(self, tx: Tx, applied: LogPosition, before: Target, after: Target) -> None:
         """Let the views follow a change of a table."""
