@@ -7,12 +7,13 @@ import os
 import random
 import re
 import signal
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from airflow_cdc_provider.engine.core.errors import CannotFollow, Failpoint
+from airflow_cdc_provider.engine.core.errors import CannotFollow, Failpoint, Fenced, TargetConflict
 from airflow_cdc_provider.engine.core.failpoint import VARIABLE
 from airflow_cdc_provider.engine.core.table import Column
 from airflow_cdc_provider.engine.sinks.mysql import view_store as mysql_view_store
@@ -20,8 +21,9 @@ from airflow_cdc_provider.engine.sinks.mysql import views as mysql_views
 from airflow_cdc_provider.engine.sinks.mysql.sink import MysqlSink
 from airflow_cdc_provider.engine.sinks.transactional import view_upkeep
 from airflow_cdc_provider.engine.sinks.transactional import views as transactional_views
+from airflow_cdc_provider.engine.sinks.transactional.views import ViewKeeper
 from local_servers.mariadb import MariadbServer
-from tests.sinks.begun_sink import Begun
+from tests.sinks.begun_sink import IDENTITY, Begun
 from tests.sinks.mysql.begun_views import (
     CHANGED,
     assert_equal,
@@ -32,7 +34,7 @@ from tests.sinks.mysql.begun_views import (
     reread,
 )
 from tests.sinks.mysql.prepared_sink import query
-from tests.sinks.view_cases import SETTINGS, TARGETS, effect
+from tests.sinks.view_cases import CHUNKS, SETTINGS, TARGETS, effect
 from tests.support.mysql_store import MysqlStore
 
 
@@ -164,3 +166,71 @@ def test_views_follow_an_alteration_only_if_it_is_made(
     changes = {5: (5, 0, 1, None), 0: (0, 3, 2, 5)}
     assert begun.unit(lsn, lsn + 10, effect("shop.a", changes), effect("shop.b", {0: (0, 0, 2, 5)}))
     assert_equal(mariadb, views)
+
+
+def replacing(mariadb: MariadbServer) -> tuple[Begun, ViewKeeper]:
+    """Return a pipeline whose views are in place, and the keeper of another run that has other definitions."""
+    build(begin(mariadb))
+    sink = MysqlSink(mariadb.dsn, "p", "mirror", views=CHANGED)
+    begun = Begun(MysqlStore(mariadb), sink, sink.take_epoch("next"))
+    return begun, sink.view_keeper(begun.epoch)
+
+
+def test_an_exchange_waits_for_readers_while_units_go_on(
+    mariadb: MariadbServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mysql_view_store, "_EXCHANGE_SECONDS", 1.0)
+    begun, keeper = replacing(mariadb)
+    rnd = random.Random(9)
+    with closing(mariadb.connect()) as reader, reader.cursor() as cursor:
+        cursor.execute("START TRANSACTION")
+        for view in CHANGED:
+            cursor.execute(f"SELECT * FROM dwd.{view.name}")
+        while keeper.step():
+            commit_random(begun, rnd)
+        assert not query(mariadb, "SELECT * FROM airflow_cdc.pending")
+        commit_random(begun, rnd)
+        assert_equal(mariadb, SETTINGS[:3])  # the former versions still move
+    monkeypatch.setattr(keeper, "_blocked_until", {})
+    while keeper.step(everything=True):
+        pass
+    assert_equal(mariadb, CHANGED)
+
+
+def test_a_trigger_that_an_exchange_would_lose_is_named(mariadb: MariadbServer) -> None:
+    begun, _ = replacing(mariadb)
+    query(mariadb, "CREATE TRIGGER dwd.mine BEFORE INSERT ON dwd.left3 FOR EACH ROW SET @x = 1")
+    with pytest.raises(TargetConflict, match=r"view dwd\.left3: its table cannot be replaced: .*[Tt]rigger"):
+        build(begun)
+    assert not query(mariadb, "SELECT * FROM airflow_cdc.pending")
+    commit_random(begun, random.Random(10))
+    assert_equal(mariadb, SETTINGS[:1])
+    query(mariadb, "DROP TRIGGER dwd.mine")
+    build(begun, everything=True)
+    assert_equal(mariadb, CHANGED)
+
+
+def test_a_keeper_that_was_overtaken_changes_nothing(mariadb: MariadbServer) -> None:
+    begun, keeper = replacing(mariadb)
+    assert keeper.step()
+    tables = MysqlStore(mariadb).names()
+    assert isinstance(begun.sink, MysqlSink)
+    versions = begun.sink.view_versions()
+    begun.sink.take_epoch("another")
+    with pytest.raises(Fenced):
+        keeper.step()
+    assert (MysqlStore(mariadb).names(), begun.sink.view_versions()) == (tables, versions)
+
+
+def test_views_are_built_again_after_a_restart(mariadb: MariadbServer) -> None:
+    begun = begin(mariadb)
+    build(begun)
+    assert isinstance(begun.sink, MysqlSink)
+    begun.sink.restart(begun.epoch, TARGETS, IDENTITY, 500)
+    build(begun)
+    assert all(not version.complete for version in begun.sink.view_versions() if version.kept)  # nothing to build from
+    for target, chunk in zip(TARGETS, CHUNKS, strict=True):
+        begun.copy(chunk, ("4", "5", "6", "4"), ("5", "4", "3", "4"), target=target)
+    commit_random(begun, random.Random(11))
+    build(begun)
+    assert_equal(mariadb)
