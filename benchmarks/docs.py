@@ -187,8 +187,8 @@ def _views(found: Mapping[str, Any]) -> str:
         [[f"{each['rows']:,}", f"{each['seconds']:.2f}", f"{each['lag']:.2f}"] for each in found["fan_out"]],
     )
     text = (
-        f"With the view, the mirror is filled **{found['ratio_to_mirror']:.2f}** times as fast as alone. Tables ten"
-        f" times as large take {found['ratio_to_small']:.2f} times the time. The upkeep of the view takes"
+        f"With the view, the mirror is filled **{found['ratio_to_mirror']:.2f}** times as fast as alone. The same"
+        f" changes of tables ten times as large take {found['ratio_to_small']:.2f} times the time. The upkeep of the view takes"
         f" {found['upkeep_seconds_a_unit']:.2f} s a unit, `REFRESH MATERIALIZED VIEW` {_spread(found['refresh'], 2)} s."
     )
     return f"{text}\n\n{cases}\n\n{single}"
