@@ -66,9 +66,10 @@ _ORDERED_NAMES = {
 _UNORDERABLE = {"json_object_agg", "jsonb_object_agg", "json_objectagg", "collect_list", "collect_set", "any_value"}
 
 
-def refuse_constructs(select: exp.Select, refuse: Refuse) -> None:
+def refuse_constructs(select: exp.Select, dialect: str, refuse: Refuse) -> None:
     """Refuse what a view must not have.
 
+    :param dialect: the dialect in which errors name what is refused.
     :param refuse: raises an error, from what is wrong and what to write instead.
     """
     for name, value in select.args.items():
@@ -86,7 +87,7 @@ def refuse_constructs(select: exp.Select, refuse: Refuse) -> None:
         refuse("GROUP BY has ROLLUP, CUBE, GROUPING SETS or ALL", "Name columns of one table; write several views.")
     for each in select.walk():
         if each is not select:
-            _refuse_expression(each, refuse)
+            _refuse_expression(each, dialect, refuse)
 
 
 def _refuse_join(join: exp.Join, refuse: Refuse) -> None:
@@ -107,21 +108,21 @@ def _refuse_table(table: exp.Table, refuse: Refuse) -> None:
         refuse(f"FROM has more than a table and its alias: {table.sql()}", "Write `schema.table AS alias`.")
 
 
-def _refuse_expression(each: exp.Expr, refuse: Refuse) -> None:
+def _refuse_expression(each: exp.Expr, dialect: str, refuse: Refuse) -> None:
     if isinstance(each, exp.Star) and isinstance(each.parent, exp.Count):
         return
     for kind, (what, instead) in _CONSTRUCTS.items():
         if isinstance(each, kind):
             refuse(f"it has {what}", instead)
-    name = _function_name(each)
+    name, written = _function_name(each), each.sql(dialect)
     if name in _VOLATILE:
-        refuse(f"{name} is not allowed, because it depends on {_NOW}", "Compare with it where the view is read.")
+        refuse(f"{written} is not allowed, because it depends on {_NOW}", "Compare with it where the view is read.")
     if name in _UNORDERABLE:
-        refuse(f"the result of {name} depends on the order of the rows", "Use an aggregate with ORDER BY.")
+        refuse(f"the result of {written} depends on the order of the rows", "Use an aggregate with ORDER BY.")
     ordered = isinstance(each, _ORDERED) or name in _ORDERED_NAMES
     if ordered and each.find(exp.Order) is None and not isinstance(each.parent, exp.WithinGroup):
         refuse(
-            f"the result of {each.sql()} depends on the order of the rows",
+            f"the result of {written} depends on the order of the rows",
             "Write ORDER BY in it, with columns that distinguish the rows.",
         )
 

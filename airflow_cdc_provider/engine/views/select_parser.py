@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, TypeAlias
 
 import sqlglot
 from sqlglot import exp
@@ -22,12 +22,11 @@ from airflow_cdc_provider.engine.views.mysql_dialect import CommonMysql
 from airflow_cdc_provider.engine.views.refusals import refuse_constructs
 from airflow_cdc_provider.engine.views.settings import ViewSettings
 
-Equality = tuple[exp.Column, exp.Column]
+Dialect: TypeAlias = Literal["postgres", "mysql", "spark"]
+Equality: TypeAlias = tuple[exp.Column, exp.Column]
 
 
-def parse_view(
-    settings: ViewSettings, tables: Mapping[str, Table], dialect: Literal["postgres", "mysql", "spark"]
-) -> View:
+def parse_view(settings: ViewSettings, tables: Mapping[str, Table], dialect: Dialect) -> View:
     """Parse a view.
 
     :param tables: the captured tables by label.
@@ -50,7 +49,7 @@ class _Parser:
 
     def parse(self) -> View:
         select = self._statement()
-        refuse_constructs(select, self._refuse)
+        refuse_constructs(select, self._dialect, self._refuse)
         self._exchange_right_join(select)
         sources = [select.args["from_"].this, *(join.this for join in select.args.get("joins") or ())]
         for source in sources:
