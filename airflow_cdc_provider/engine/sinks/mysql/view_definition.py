@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted
-from airflow_cdc_provider.engine.sinks.mysql.table_definition import comment
+from airflow_cdc_provider.engine.sinks.mysql.table_definition import VIEW_INDEX, comment
 from airflow_cdc_provider.engine.sinks.mysql.types import INDEX_BYTES
 from airflow_cdc_provider.engine.views.definition import View
 
@@ -58,6 +58,11 @@ def key_prefix(kind: str, columns: int) -> str:
     return f"({min(most, _LONGEST_PREFIX)})" if kind.lower().endswith(("text", "blob")) else ""
 
 
+def anchor_index(view: View) -> str:
+    """Return the name of the index on the anchor of a view's table."""
+    return "PRIMARY" if view.one_row and not view.grouped else f"{VIEW_INDEX}anchor"
+
+
 def quoted_tables(targets: Mapping[str, Target]) -> dict[str, str]:
     """Return the quoted target tables by label."""
     return {label: quoted(target.schema, target.name) for label, target in targets.items()}
@@ -78,13 +83,13 @@ def create_rows(view: View, columns: Sequence[ViewColumn], name: str, pipeline: 
     """Return the statement that creates the table of a view's rows."""
     by_name = {column.name: column for column in columns}
     anchor = [each.output for each in view.anchor]
-    keyed = view.one_row and not view.grouped
+    keyed = anchor_index(view) == "PRIMARY"
     lines = [
         f"{quoted(each.name)} {each.definition} {'NOT NULL' if keyed and each.name in anchor else 'NULL'}"
         for each in columns
     ]
     parts = [by_name[output].key_part(output, len(anchor)) for output in anchor]
-    lines.append(f"{'PRIMARY KEY' if keyed else 'KEY'} ({', '.join(parts)})")
+    lines.append(f"{'PRIMARY KEY' if keyed else f'KEY {anchor_index(view)}'} ({', '.join(parts)})")
     return _create(quoted("airflow_cdc", name), lines, pipeline)
 
 

@@ -3,7 +3,8 @@
 A statement cannot name a temporary table twice, so each way to the anchors is a statement, and tables are compared
 pairwise. ``<=>`` treats NULL like other values and uses indexes. Conditions of joins and anchors are those of the
 columns' collations, as in the SELECT; rows are compared exactly. Distinct anchors come from UNION, which compares
-whole values, while sorting could compare only the beginning of long ones.
+whole values, while sorting could compare only the beginning of long ones. The index on the anchor is forced, because
+the server knows little about a table that has just been filled, and would read all of it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from airflow_cdc_provider.engine.sinks.mysql.bulk_load import Field, constant
 from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted
 from airflow_cdc_provider.engine.sinks.mysql.session_errors import VALUES, code_of, server_message
 from airflow_cdc_provider.engine.sinks.mysql.types import column_types
+from airflow_cdc_provider.engine.sinks.mysql.view_definition import anchor_index
 from airflow_cdc_provider.engine.sinks.mysql.view_record import rows_table
 from airflow_cdc_provider.engine.views.version import ViewVersion
 
@@ -67,6 +69,7 @@ class ViewRows:
         self._root = targets[self._view.root.label]
         self._tables = {label: quoted(targets[label].schema, targets[label].name) for label in self._view.columns}
         self._relation = rows_table(version)
+        self._index = f"FORCE INDEX ({anchor_index(self._view)})"
         self._queue_table = quoted("airflow_cdc", version.queue)
         kinds = column_types(self._root.table)
         self._fields = [Field(each.column, kinds[each.column]) for each in self._view.anchor]
@@ -242,16 +245,17 @@ class ViewRows:
         match = equal(self._anchor("v"), self._anchor("f"))
         values = ", ".join(f"{a} = {b}" for a, b in zip(stored, wanted, strict=True))
         self._session.run(
-            f"UPDATE {fresh} f STRAIGHT_JOIN {view} v ON {match} SET {values} WHERE NOT ({same(stored, wanted)})"
+            f"UPDATE {fresh} f STRAIGHT_JOIN {view} v {self._index} ON {match} SET {values}"
+            f" WHERE NOT ({same(stored, wanted)})"
         )
         found = self._found_anchor("a")
         self._session.run(  # for an alias, the server would need the name of the database
-            f"DELETE {view} FROM {anchors} a STRAIGHT_JOIN {view} ON {equal(self._anchor(view), found)}"
-            f" WHERE NOT EXISTS (SELECT 1 FROM {fresh} f WHERE {equal(self._anchor('f'), found)})"
+            f"DELETE {view} FROM {anchors} a STRAIGHT_JOIN {view} {self._index} ON {equal(self._anchor(view), found)}"
+            f" WHERE NOT EXISTS (SELECT 1 FROM {fresh} f {self._index} WHERE {equal(self._anchor('f'), found)})"
         )
         self._session.run(
             f"INSERT INTO {view} ({names}) SELECT {', '.join(wanted)} FROM {fresh} f"
-            f" WHERE NOT EXISTS (SELECT 1 FROM {view} v WHERE {match})"
+            f" WHERE NOT EXISTS (SELECT 1 FROM {view} v {self._index} WHERE {match})"
         )
 
     def _write_several(self, fresh: str, anchors: str) -> None:
@@ -261,7 +265,8 @@ class ViewRows:
         found, of_view, of_fresh = self._found_anchor("a"), self._anchor("v"), self._anchor("f")
         self._session.run(
             f"CREATE TEMPORARY TABLE {sides} (KEY (hash)) AS SELECT {', '.join(found)}, 1 AS side,"
-            f" {hash_of(self._of('v'))} AS hash FROM {anchors} a STRAIGHT_JOIN {view} v ON {equal(of_view, found)}"
+            f" {hash_of(self._of('v'))} AS hash FROM {anchors} a STRAIGHT_JOIN {view} v {self._index}"
+            f" ON {equal(of_view, found)}"
         )
         self._session.run(
             f"INSERT INTO {sides} ({self._listed}, side, hash)"
@@ -274,10 +279,12 @@ class ViewRows:
         source = f"FROM {differing} d STRAIGHT_JOIN {sides} s ON s.hash = d.hash"
         self._session.run(f"INSERT INTO {touched} ({self._listed}) {self._distinct(source, 's')}")
         chosen = self._found_anchor("t")
-        self._session.run(f"DELETE {view} FROM {touched} t STRAIGHT_JOIN {view} ON {equal(self._anchor(view), chosen)}")
+        self._session.run(
+            f"DELETE {view} FROM {touched} t STRAIGHT_JOIN {view} {self._index} ON {equal(self._anchor(view), chosen)}"
+        )
         self._session.run(
             f"INSERT INTO {view} ({names}) SELECT {', '.join(self._of('f'))} FROM {touched} t"
-            f" STRAIGHT_JOIN {fresh} f ON {equal(of_fresh, chosen)}"
+            f" STRAIGHT_JOIN {fresh} f {self._index} ON {equal(of_fresh, chosen)}"
         )
 
 

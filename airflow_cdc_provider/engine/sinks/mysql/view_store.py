@@ -40,6 +40,7 @@ from airflow_cdc_provider.engine.sinks.mysql.view_record import (
     finish_exchange,
     has_views,
     read_versions,
+    rows_table,
     table_names,
 )
 from airflow_cdc_provider.engine.sinks.mysql.view_rows import ViewRows, naming
@@ -50,6 +51,11 @@ from airflow_cdc_provider.engine.views.version import ViewVersion
 
 # Readers of a view wait behind a lock that waits for readers, so it must not wait for long.
 _EXCHANGE_SECONDS = 2.0
+
+
+def analyze(session: Session, table: str) -> None:
+    """Let the server count what a table has, without which it may not use an index; this ends a transaction."""
+    session.rows(f"ANALYZE NO_WRITE_TO_BINLOG TABLE {table}")
 
 
 class MysqlViewStore(ViewStore):
@@ -168,6 +174,7 @@ class MysqlViewStore(ViewStore):
     def _rename(self, version: ViewVersion, moves: Sequence[str]) -> None:
         failpoint("before-exchange")
         pymysql = driver()
+        analyze(self._session, rows_table(version))
         self._session.limit_waiting(_EXCHANGE_SECONDS)
         try:
             self._session.require_database(version.view.schema)

@@ -143,7 +143,8 @@ class _Images:
         key = [f"s.c{places.index(name)}" for name in self._target.table.key]
         self._session.run(
             f"INSERT INTO {self._images} SELECT {', '.join(key)}, {self._exists}, {self._values()}"
-            f" FROM {quoted('airflow_cdc', staged.relation)} s LEFT JOIN {self._table} t ON {self._match(key)}"
+            f" FROM {quoted('airflow_cdc', staged.relation)} s LEFT JOIN {self._table} t"
+            f" FORCE INDEX (PRIMARY) ON {self._match(key)}"
         )
 
     def note_rows(self, keys: Collection[tuple[str, ...]] | None) -> None:
@@ -175,10 +176,10 @@ class _Images:
         numbered = ", ".join(f"{each} AS r{n}" for n, each in enumerate(old))
         self._session.run(
             f"CREATE TEMPORARY TABLE {table} AS SELECT {numbered} FROM {self._images} i LEFT JOIN {self._table} t"
-            f" ON {match} WHERE i.was = 1 AND NOT ({self._exists} AND {same(old, new)})"
+            f" FORCE INDEX (PRIMARY) ON {match} WHERE i.was = 1 AND NOT ({self._exists} AND {same(old, new)})"
         )
         self._session.run(
             f"INSERT INTO {table} SELECT {', '.join(new)} FROM {self._images} i STRAIGHT_JOIN {self._table} t"
-            f" ON {match} WHERE NOT (i.was = 1 AND {same(old, new)})"
+            f" FORCE INDEX (PRIMARY) ON {match} WHERE NOT (i.was = 1 AND {same(old, new)})"
         )
         return table

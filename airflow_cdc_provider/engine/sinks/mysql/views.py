@@ -12,7 +12,7 @@ from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import LOG_START, LogPosition
 from airflow_cdc_provider.engine.sinks.mysql.address import driver
 from airflow_cdc_provider.engine.sinks.mysql.reads import MysqlReads
-from airflow_cdc_provider.engine.sinks.mysql.session import Session
+from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted
 from airflow_cdc_provider.engine.sinks.mysql.session_errors import code_of
 from airflow_cdc_provider.engine.sinks.mysql.view_record import (
     create_views,
@@ -21,7 +21,7 @@ from airflow_cdc_provider.engine.sinks.mysql.view_record import (
     has_views,
     read_versions,
 )
-from airflow_cdc_provider.engine.sinks.mysql.view_store import MysqlViewStore
+from airflow_cdc_provider.engine.sinks.mysql.view_store import MysqlViewStore, analyze
 from airflow_cdc_provider.engine.sinks.mysql.view_upkeep import MysqlViewUpkeep
 from airflow_cdc_provider.engine.sinks.transactional.view_upkeep import ViewUpkeep
 from airflow_cdc_provider.engine.views.version import ViewVersion
@@ -83,6 +83,8 @@ class MysqlViews(MysqlReads):
                     if code_of(e) != _SAME_INDEX:  # created by an earlier run that was overtaken
                         raise
                 failpoint("after-view-index")
+            for target in self._targets(opened, version.view.columns).values():
+                analyze(opened, quoted(target.schema, target.name))
 
     def view_versions(self) -> list[ViewVersion]:
         """Return the recorded versions of the views."""
