@@ -22,7 +22,7 @@ from airflow_cdc_provider.engine.core.errors import (
 from airflow_cdc_provider.engine.core.failpoint import VARIABLE
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.table import Column, Leaf, Table
-from airflow_cdc_provider.engine.sinks.postgres import fence
+from airflow_cdc_provider.engine.sinks.postgres import fence, view_store
 from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
 from airflow_cdc_provider.engine.sinks.transactional.views import ViewKeeper
 from airflow_cdc_provider.engine.views.settings import ViewSettings
@@ -195,6 +195,30 @@ class TestQueue:
             shop.unit(customers={1: ("Bonn", "Ada")})
             shop.build()
             assert shop.rows("SELECT id FROM dwd.wide WHERE city = 'Bonn' ORDER BY 1") == [(1,), (2,)]
+
+    def test_a_portion_that_takes_too_long_is_made_smaller(self, empty: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A row of the view takes 0.2 seconds."""
+        slow = (
+            "CREATE FUNCTION mirror.slow(n int) RETURNS int LANGUAGE plpgsql IMMUTABLE"
+            " AS $$ BEGIN PERFORM pg_sleep(0.2); RETURN n; END $$"
+        )
+        shop = Shop(empty)
+        shop.store.query(slow)
+        shop.unit({n: ("1", str(n), "a") for n in range(1, 13)})
+        monkeypatch.setattr(view_store, "_STEP_TIMEOUT", "1s")
+        shop.reopen(v="SELECT o.id, mirror.slow(o.total) AS total FROM shop.orders o")
+        shop.build()
+        assert shop.rows("SELECT count(*), sum(total) FROM dwd.v") == [(12, 78)]
+
+    def test_the_keeper_waits_for_a_long_unit(self, empty: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fence, "LOCK_SECONDS", 0.2)
+        shop = a_shop(empty, wide=ViewSettings("dwd", "wide", WIDE, max_rows=1))
+        shop.unit(customers={1: ("Bonn", "Ada")})
+        with psycopg.connect(empty) as unit:
+            unit.execute("SELECT FROM airflow_cdc.pipelines FOR NO KEY UPDATE")
+            assert not shop.keeper.step()
+        assert shop.keeper.step()
+        assert shop.rows("SELECT id FROM dwd.wide WHERE city = 'Bonn' ORDER BY 1") == [(1,), (2,)]
 
     def test_a_view_with_refresh_coalesces_until_it_is_due(self, empty: str) -> None:
         shop = a_shop(empty, cities=ViewSettings("dwd", "cities", CITIES, refresh=60))

@@ -30,13 +30,14 @@ from airflow_cdc_provider.engine.sinks.postgres.view_record import (
     remove_version,
 )
 from airflow_cdc_provider.engine.sinks.postgres.view_rows import ViewRows, listed
-from airflow_cdc_provider.engine.sinks.transactional.view_store import ViewStore
+from airflow_cdc_provider.engine.sinks.transactional.view_store import TooSlow, ViewStore
 from airflow_cdc_provider.engine.views.definition import View
 from airflow_cdc_provider.engine.views.settings import ViewSettings
 from airflow_cdc_provider.engine.views.version import ViewVersion
 
 # Readers of a view wait behind a lock that waits for readers, so it must not wait for long.
 _EXCHANGE_LOCK = "2s"
+_STEP_TIMEOUT = "20s"
 _GRANTS = """
 SELECT format('GRANT %%s ON %%s TO %%s', string_agg(privilege_type, ', '), %s::text,
               CASE WHEN grantee = 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(grantee)) END)
@@ -170,8 +171,18 @@ class PostgresViewStore(ViewStore):
         )
         self._change(version, relation=relation, queue=queue, anchors_expected=estimate)
 
+    @contextmanager
+    def _limited(self, count: int) -> Iterator[None]:
+        """Give up statements that take longer than a unit can wait for, unless a portion cannot be smaller."""
+        if count > 1:
+            self._run("SET LOCAL statement_timeout = {time}", time=sql.Literal(_STEP_TIMEOUT))
+        try:
+            yield
+        except psycopg2.errors.QueryCanceled as e:
+            raise TooSlow from e
+
     def build(self, version: ViewVersion, count: int) -> None:
-        with self._naming(version):
+        with self._naming(version), self._limited(count):
             self._build(version, count)
         failpoint("before-view-built")
 
@@ -234,8 +245,9 @@ class PostgresViewStore(ViewStore):
 
     def drain(self, version: ViewVersion, count: int) -> bool:
         view_rows = self._rows(version)
-        left = view_rows.take(count)
-        view_rows.recompute()
+        with self._limited(count):
+            left = view_rows.take(count)
+            view_rows.recompute()
         if not left:
             self._change(version, behind_lsn=None)
         failpoint("before-view-drained")

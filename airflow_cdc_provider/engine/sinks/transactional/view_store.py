@@ -19,6 +19,10 @@ from airflow_cdc_provider.engine.views.settings import ViewSettings
 from airflow_cdc_provider.engine.views.version import ViewVersion
 
 
+class TooSlow(Exception):
+    """A portion takes longer than a unit can wait for; nothing was done."""
+
+
 class ViewStore(ABC):
     """The versions of views, in a transaction.
 
@@ -77,7 +81,10 @@ class ViewStore(ABC):
 
     @abstractmethod
     def build(self, version: ViewVersion, count: int) -> None:
-        """Build the next range of anchors, of about ``count`` rows of the root; the last one completes the version."""
+        """Build the next range of anchors, of about ``count`` rows of the root; the last one completes the version.
+
+        :raises TooSlow: when it takes too long, unless ``count`` is 1.
+        """
 
     @abstractmethod
     def exchange(self, version: ViewVersion) -> None:
@@ -88,7 +95,10 @@ class ViewStore(ABC):
 
     @abstractmethod
     def drain(self, version: ViewVersion, count: int) -> bool:
-        """Recompute about ``count`` queued anchors; return whether some are left."""
+        """Recompute about ``count`` queued anchors; return whether some are left.
+
+        :raises TooSlow: as :meth:`build`.
+        """
 
     # -- definitions -------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.sinks.transactional.reads import TransactionalSink
 from airflow_cdc_provider.engine.sinks.transactional.record import Tx
-from airflow_cdc_provider.engine.sinks.transactional.view_store import ViewStore
+from airflow_cdc_provider.engine.sinks.transactional.view_store import TooSlow, ViewStore
 from airflow_cdc_provider.engine.views.settings import ViewSettings
 from airflow_cdc_provider.engine.views.version import ViewVersion
 
@@ -26,10 +26,10 @@ FIRST_PORTION = 10_000
 """Root rows of the first range of a build, and anchors of the first portion of a queue."""
 MOST_SECONDS = 1.0
 """Seconds that a step should take at most, because a unit may wait for it."""
-LEAST_PORTION = 100
-"""The smallest portion."""
+LEAST_PORTION = 1
+"""The smallest portion, which may take as long as it needs."""
 RETRY_SECONDS = 10.0
-"""Seconds until another attempt to exchange a view that readers have locked."""
+"""Seconds until another attempt to change a view that others have locked."""
 
 
 class TransactionalViews(TransactionalSink[Tx]):
@@ -121,6 +121,9 @@ class ViewKeeper:
         """
         self.reconcile()
         self._turn += 1
+        # Most of the time there is nothing to do, so the epoch, for which units wait, is not locked to find that out.
+        if not any(self._is_wanted(version, everything) for version in self._sink.view_versions()):
+            return False
         chosen: tuple[ViewVersion, Step] | None = None
         try:
             with self._sink.view_store(self._epoch) as store:
@@ -130,11 +133,12 @@ class ViewKeeper:
                 version, step = chosen
                 if step != self._index:
                     step(store, version)
+        except TooSlow:
+            return True
         except Blocked as e:
-            if chosen is None or chosen[1] != self._exchange:
-                raise
-            log.warning("view %s cannot be exchanged yet: %s", chosen[0].view.label, e.message)
-            self._blocked_until[chosen[0].number] = self._now() + RETRY_SECONDS
+            if chosen is not None:  # otherwise a long unit has the epoch
+                log.warning("view %s has to wait: %s", chosen[0].view.label, e.message)
+                self._blocked_until[chosen[0].number] = self._now() + RETRY_SECONDS
             return False
         if step == self._index:
             self._index(store, version)
@@ -144,8 +148,7 @@ class ViewKeeper:
         """Return whether all views are built and have all changes up to a position."""
         if not self._reconciled:
             return False
-        with self._sink.view_store(self._epoch) as store:
-            kept = [version for version in store.versions() if version.kept]
+        kept = [version for version in self._sink.view_versions() if version.kept]
         return all(version.in_place and (version.behind is None or version.behind >= target) for version in kept)
 
     def _steps(self, store: ViewStore, everything: bool) -> Iterator[tuple[ViewVersion, Step]]:
@@ -154,22 +157,23 @@ class ViewKeeper:
         consistent = all(version.complete for version in versions) or store.is_consistent()
         place = self._turn % len(versions) if versions else 0
         for version in versions[place:] + versions[:place]:
-            if version.complete:
-                if not version.in_place:
-                    if self._now() >= self._blocked_until.get(version.number, 0.0):
-                        yield version, self._exchange
-                elif version.behind is not None and (everything or self._is_due(version)):
-                    yield version, self._drain
+            if not self._is_wanted(version, everything):
+                continue
+            if version.in_place:
+                yield version, self._drain
+            elif version.complete:
+                yield version, self._exchange
+            elif consistent and not version.relation:
+                yield version, self._begin
             elif consistent:
-                if not version.relation:
-                    yield version, self._begin
-                elif version.number not in self._indexed:
-                    yield version, self._index
-                else:
-                    yield version, self._build
+                yield version, self._build if version.number in self._indexed else self._index
 
-    def _is_due(self, version: ViewVersion) -> bool:
-        return self._now() >= self._refreshed.get(version.number, 0.0) + (version.settings.refresh or 0.0)
+    def _is_wanted(self, version: ViewVersion, everything: bool) -> bool:
+        """Return whether a version has a next step now, if the mirror is consistent."""
+        if not version.kept or self._now() < self._blocked_until.get(version.number, 0.0):
+            return False
+        due = self._refreshed.get(version.number, 0.0) + (version.settings.refresh or 0.0)
+        return not version.in_place or (version.behind is not None and (everything or self._now() >= due))
 
     def _begin(self, store: ViewStore, version: ViewVersion) -> None:
         store.begin(version)
@@ -196,7 +200,11 @@ class ViewKeeper:
         """Yield the size of the next portion, and adapt it to the time that the block takes."""
         count = self._portions.get(version.number, FIRST_PORTION)
         started = self._now()
-        yield count
+        try:
+            yield count
+        except TooSlow:
+            self._portions[version.number] = max(count // 10, LEAST_PORTION)
+            raise
         taken = self._now() - started
         if taken > MOST_SECONDS:
             count = max(count // 2, LEAST_PORTION)
