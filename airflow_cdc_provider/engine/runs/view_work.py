@@ -51,6 +51,15 @@ class ViewWork:
         self.check()
         return self._finished.is_set()
 
+    @property
+    def waiting(self) -> str | None:
+        """Return what an end that is asked for waits for; ``None`` if it does not wait for views."""
+        if self._finishing is None or self._finished.is_set():
+            return None
+        late = [each for each in self._run.views if each["state"] != "up-to-date"]
+        shown = ", ".join(f"{each['view']} ({each['state']}, {each['built_percent']:g} % built)" for each in late)
+        return f"views to be up to date: {shown}" if shown else None
+
     def work(self) -> None:
         """Work until the end is asked for; runs in a thread."""
         try:

@@ -133,6 +133,8 @@ class ViewKeeper:
                 version, step = chosen
                 if step != self._index:
                     step(store, version)
+            if step == self._index:  # outside of the transaction
+                step(store, version)
         except TooSlow:
             return True
         except Blocked as e:
@@ -140,8 +142,6 @@ class ViewKeeper:
                 log.warning("view %s has to wait: %s", chosen[0].view.label, e.message)
                 self._blocked_until[chosen[0].number] = self._now() + RETRY_SECONDS
             return False
-        if step == self._index:
-            self._index(store, version)
         return True
 
     def reached(self, target: LogPosition) -> bool:
@@ -179,7 +179,7 @@ class ViewKeeper:
         store.begin(version)
 
     def _index(self, store: ViewStore, version: ViewVersion) -> None:
-        """Create missing indexes, outside of the transaction."""
+        """Create missing indexes."""
         self._sink.create_view_indexes(version)
         self._indexed.add(version.number)
 

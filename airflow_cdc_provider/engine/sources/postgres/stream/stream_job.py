@@ -68,6 +68,7 @@ class StreamJob:
         self._passage: Passage | None = None
         self._passage_before: Passage | None = None
         self._catalog_locked: str | None = None
+        self._views: ViewWork | None = None
 
     def follow(self, target: Lsn | None) -> StreamProgress:
         """Apply the log until everything up to ``target`` is durable, or forever when ``None``.
@@ -81,6 +82,7 @@ class StreamJob:
             socket_directory() as directory,
             self._staging.serving(directory, self._run.lag.idle),
         ):
+            self._views = views
             return self._follow(self._start(directory), target, views)
 
     def _follow(self, query: StreamingQuery, target: Lsn | None, views: ViewWork) -> StreamProgress:
@@ -146,7 +148,7 @@ class StreamJob:
             sinks.seconds,
             sinks.tables.copy(),
             sinks.batch_seconds,
-            sinks.waiting or self._catalog_locked,
+            sinks.waiting or self._catalog_locked or (self._views.waiting if self._views is not None else None),
         )
 
     def _source_options(self) -> SourceOptions:
