@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -62,6 +63,49 @@ def test_a_key_of_which_a_part_is_joined_gives_several_rows() -> None:
     assert parse(
         "SELECT o.id, l.qty FROM shop.orders o JOIN shop.lines l ON l.order_id = o.id AND l.line = o.total"
     ).one_row
+
+
+def test_an_equality_of_other_types_may_find_several_rows() -> None:
+    """As floating-point numbers, several large integers are one."""
+    orders = TABLES["shop.orders"]
+    columns = tuple(
+        replace(each, type="float8", type_oid=701) if each.name == "customer_id" else each for each in orders.columns
+    )
+    view = parse_view(
+        ViewSettings(
+            "dwd", "v", "SELECT o.id, c.city FROM shop.orders o JOIN shop.customers c ON c.id = o.customer_id"
+        ),
+        {**TABLES, "shop.orders": replace(orders, columns=columns)},
+        "postgres",
+    )
+    assert not view.one_row
+
+
+@pytest.mark.parametrize(
+    ("select", "refused"),
+    [
+        ("SELECT c.id, c.city FROM shop.customers c", None),
+        ("SELECT c.id, c.city::text AS t FROM shop.customers c WHERE c.city::text > 'a'", None),
+        ("SELECT c.id FROM shop.customers c WHERE c.city > 'a'", "compared or computed with"),
+        ("SELECT c.city, count(*) AS n FROM shop.customers c GROUP BY c.city", "compared or computed with"),
+        ("SELECT c.id FROM shop.customers c JOIN shop.customers d ON d.city = c.city", "compared or computed with"),
+    ],
+)
+def test_operators_of_an_extension_are_refused(select: str, refused: str | None) -> None:
+    """The sessions of a sink find only those of pg_catalog: they would compare citext as text."""
+    customers = TABLES["shop.customers"]
+    columns = tuple(
+        replace(each, type="public.citext", type_oid=9, operators=("public.<", "public.=", "public.>="))
+        if each.name == "city"
+        else each
+        for each in customers.columns
+    )
+    tables = {**TABLES, "shop.customers": replace(customers, columns=columns)}
+    if refused is None:
+        assert parse_view(ViewSettings("dwd", "v", select), tables, "postgres").one_row
+        return
+    with pytest.raises(ConfigError, match=refused):
+        parse_view(ViewSettings("dwd", "v", select), tables, "postgres")
 
 
 def test_groups_of_a_later_table_turn_inner_joins_around() -> None:

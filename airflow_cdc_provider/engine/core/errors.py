@@ -107,6 +107,10 @@ class UnknownTable(ConfigError):
     """A table that the pipeline file names does not exist, or a pattern matches no table."""
 
 
+class UnknownColumn(ConfigError):
+    """A view names a column that is not captured."""
+
+
 class UncapturableTable(ConfigError):
     """A table exists, but its changes cannot be captured as requested (no key, unlogged, a view)."""
 

@@ -6,7 +6,7 @@ knows the columns that each table contributes. Types and functions are the serve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, NoReturn, TypeAlias
 
@@ -15,13 +15,15 @@ from sqlglot import exp
 from sqlglot.errors import SqlglotError
 from sqlglot.optimizer.normalize_identifiers import normalize_identifiers
 
-from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.core.errors import ConfigError, UnknownColumn
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.views.definition import Alias, AnchorColumn, Output, View
 from airflow_cdc_provider.engine.views.mysql_dialect import CommonMysql
 from airflow_cdc_provider.engine.views.refusals import refuse_constructs
 from airflow_cdc_provider.engine.views.settings import ViewSettings
 
+RESERVED_ALIAS = "cdc_anchor"
+RESERVED_OUTPUTS = ("cdc_text", "cdc_copy")
 Dialect: TypeAlias = Literal["postgres", "mysql", "spark"]
 Equality: TypeAlias = tuple[exp.Column, exp.Column]
 
@@ -91,11 +93,13 @@ class _Parser:
 
     def _statement(self) -> exp.Select:
         try:
-            statements = sqlglot.parse(self._settings.sql, read=self._dialect)
+            parsed = sqlglot.parse(self._settings.sql, read=self._dialect)
         except SqlglotError as e:
             self._refuse(f"its SQL cannot be parsed: {str(e).splitlines()[0]}", "Correct the SELECT.")
+        statements = [each for each in parsed if each is not None and not isinstance(each, exp.Semicolon)]
         if len(statements) != 1 or not isinstance(statements[0], exp.Select):
-            kind = "set operations are" if isinstance(statements[0], exp.SetOperation) else "anything else is"
+            union = bool(statements) and isinstance(statements[0], exp.SetOperation)
+            kind = "set operations are" if union else "anything else is"
             self._refuse(f"it has to be one SELECT; {kind} not supported", "Write one SELECT, or several views.")
         return normalize_identifiers(statements[0], dialect=self._dialect)
 
@@ -110,6 +114,8 @@ class _Parser:
             )
         label = self._label(source)
         name = source.alias or source.name
+        if name == RESERVED_ALIAS:
+            self._refuse(f"a table has the alias {name}, which the engine uses", "Give it another alias (`AS …`).")
         if name in self._scope:
             self._refuse(f"two tables have the alias {name}", "Give each table another alias (`AS …`).")
         self._scope[name] = self._tables[label]
@@ -167,13 +173,12 @@ class _Parser:
         table = self._scope.get(holders[0]) if holders else None
         found = self._find(table, column.name) if table is not None else None
         if found is None:
-            where = f"{table.label} has" if table is not None else "no captured table of the view has"
-            self._refuse(
-                f"the column {shown} is unknown: {where} no such captured column"
-                if table is not None
-                else f"the column {shown} is unknown: {where} it",
+            where = f"{table.label} has no such captured column" if table is not None else "no table of the view has it"
+            raise UnknownColumn(
+                f"view {self._settings.label}: the column {shown} is unknown: {where}",
                 "Correct its name, or capture the column (`source.tables`).",
             )
+        self._require_known_operators(column, holders[0], found)
         column.set("table", exp.to_identifier(holders[0], quoted=True))
         column.set("this", exp.to_identifier(found, quoted=True))
         self._used[holders[0]].add(found)
@@ -182,6 +187,19 @@ class _Parser:
         """Return the columns of source tables in a resolved expression, sorted."""
         return tuple(sorted({(self._scope[each.table].label, each.name) for each in expression.find_all(exp.Column)}))
 
+    def _require_known_operators(self, column: exp.Column, alias: str, name: str) -> None:
+        """Refuse operators of a type that are not those of ``pg_catalog``, which sessions of a sink would not find.
+
+        ``citext`` would be compared as ``text``.
+        """
+        (described,) = (each for each in self._scope[alias].columns if each.name == name)
+        if described.operators is not None and not isinstance(column.parent, exp.Select | exp.Alias | exp.Cast):
+            self._refuse(
+                f"{alias}.{name} of type {described.type} is compared or computed with, but its operators are those of"
+                " an extension",
+                f"Write `CAST({alias}.{name} AS text)`, or only select the column.",
+            )
+
     def _outputs(self, select: exp.Select) -> list[tuple[str, exp.Expr]]:
         outputs = [(each.output_name, each.unalias()) for each in select.selects]
         for each in select.selects:
@@ -189,6 +207,8 @@ class _Parser:
                 self._refuse(f"the column {self._sql(each)} has no name", "Name it with AS.")
         names = [name for name, _ in outputs]
         for name in names:
+            if name in RESERVED_OUTPUTS:
+                self._refuse(f"a column is named {name}, which the engine uses", "Name it differently with AS.")
             if names.count(name) > 1:
                 self._refuse(f"two of its columns are named {name}", "Name one of them differently with AS.")
         return outputs
@@ -221,6 +241,7 @@ class _Parser:
                     f"Write `JOIN … AS {name} ON {name}.column = {earlier[-1]}.column`; further conditions may follow.",
                 )
             key = set(self._scope[name].key)
+            alike = {own.name for own, theirs in equalities if self._alike(own, theirs)}
             by_parent: dict[str, list[tuple[str, str]]] = {}
             for own, theirs in equalities:
                 by_parent.setdefault(theirs.table, []).append((own.name, theirs.name))
@@ -232,10 +253,20 @@ class _Parser:
                     condition=self._sql(on),
                     parent=parent,
                     equalities=tuple(dict.fromkeys(by_parent[parent])),
-                    at_most_one=bool(key) and key <= {own.name for own, _ in equalities},
+                    at_most_one=bool(key) and key <= alike,
                 )
             )
         return found
+
+    def _alike(self, own: exp.Column, theirs: exp.Column) -> bool:
+        """Return whether two columns have one type; among other types, several values may equal one of the other."""
+        kinds = {
+            column.type_oid
+            for each in (own, theirs)
+            for column in self._scope[each.table].columns
+            if column.name == each.name
+        }
+        return len(kinds) == 1
 
     def _alias(self, name: str, join: Literal["first", "inner", "left"]) -> Alias:
         return Alias(name, self._scope[name].label, tuple(sorted(self._used[name])), join)
@@ -284,7 +315,7 @@ class _Parser:
         return tables[0], tuple(dict.fromkeys(column.name for column in columns))
 
     def _selected(
-        self, root: str, columns: Iterable[str], outputs: Sequence[tuple[str, exp.Expr]]
+        self, root: str, columns: Collection[str], outputs: Sequence[tuple[str, exp.Expr]]
     ) -> tuple[AnchorColumn, ...]:
         """Return the columns of the anchor with their names in the view."""
         selected = {
@@ -298,6 +329,12 @@ class _Parser:
                 f"it does not select {', '.join(lacking)}, by which its rows are recomputed",
                 f"Add {', '.join(lacking)} to the SELECT list.",
             )
+        for each in self._scope[root].columns:
+            if each.name in columns and each.operators is not None:
+                self._refuse(
+                    f"it is recomputed by {root}.{each.name}, whose type {each.type} has operators of an extension",
+                    "Begin with another table, or group by other columns.",
+                )
         return tuple(AnchorColumn(column, selected[column]) for column in columns)
 
 

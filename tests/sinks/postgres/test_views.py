@@ -28,7 +28,8 @@ from airflow_cdc_provider.engine.sinks.transactional.views import ViewKeeper
 from airflow_cdc_provider.engine.views.settings import ViewSettings
 from local_servers.postgres import PostgresServer
 from tests.conftest import create_database, drop_database
-from tests.sinks.begun_sink import IDENTITY, Begun, text
+from tests.sinks.begun_sink import IDENTITY, WATERMARK, Begun, batch, text
+from tests.support.given_rows import GivenRows
 from tests.support.postgres_store import PostgresStore
 
 Row = tuple[str | None, ...]
@@ -339,6 +340,45 @@ class TestDefinitions:
         with pytest.raises(ConfigError, match=r"view dwd.wide: the table shop.customers is not captured"):
             shop.build()
 
+    def test_a_table_with_policies_or_triggers_is_not_replaced(self, empty: str) -> None:
+        shop = a_shop(empty, wide=WIDE)
+        shop.store.query("ALTER TABLE dwd.wide ENABLE ROW LEVEL SECURITY")
+        shop.reopen(wide=f"{WIDE} WHERE o.total > 0")
+        with pytest.raises(ViewRefused, match="row-level security or triggers"):
+            shop.build()
+        assert shop.rows("SELECT count(*) FROM dwd.wide") == [(3,)]
+        shop.store.query("DROP TABLE dwd.wide")
+        shop.build()
+        assert shop.rows("SELECT count(*) FROM dwd.wide") == [(3,)]
+
+    def test_another_key_of_a_table_builds_its_views_again(self, empty: str) -> None:
+        shop = a_shop(empty, wide=WIDE)
+        renamed = tuple(replace(c, name="number") if c.name == "id" else c for c in CUSTOMERS.table.columns)
+        after = replace(CUSTOMERS, table=replace(CUSTOMERS.table, columns=renamed, key=("number",)))
+        with pytest.raises(CannotFollow, match=r"c\.id is unknown"):
+            shop.sink.redefine(shop.epoch, CUSTOMERS, after)
+        by_city = replace(CUSTOMERS, table=replace(CUSTOMERS.table, key=("city",)))
+        rows = GivenRows(iter([batch(("1", "Rome", "Ada"), ("2", "Rom", "Ben"))]), lambda: WATERMARK)
+        shop.sink.replace(shop.epoch, by_city, None, rows, CUSTOMERS)
+        assert shop.versions == [(1, "wide", False), (2, "wide", True)]
+
+    def test_a_former_version_that_reads_a_dropped_column_ends(self, empty: str) -> None:
+        shop = a_shop(empty, wide=WIDE)
+        shop.reopen(wide="SELECT o.id, o.total FROM shop.orders o")
+        shop.keeper.reconcile()
+        without = replace(CUSTOMERS, table=replace(CUSTOMERS.table, columns=(CUSTOMERS.table.columns[0],)))
+        shop.sink.redefine(shop.epoch, CUSTOMERS, without)
+        assert shop.versions == [(1, "wide", False), (2, "wide", True)]
+        shop.unit({1: ("1", "11", "a")})
+        shop.build()
+        assert shop.rows("SELECT total FROM dwd.wide WHERE id = 1") == [(11,)]
+
+    def test_a_new_definition_that_is_wrong_is_refused(self, empty: str) -> None:
+        shop = a_shop(empty, wide=WIDE)
+        shop.reopen(wide=WIDE.replace("LEFT JOIN", "FULL JOIN"))
+        with pytest.raises(ConfigError, match="FULL JOIN"):
+            shop.keeper.reconcile()
+
     def test_everything_read_again_builds_views_again(self, empty: str) -> None:
         shop = a_shop(empty, wide=WIDE)
         shop.sink.restart(shop.epoch, [ORDERS, CUSTOMERS], IDENTITY, 500)
@@ -355,6 +395,9 @@ class TestRefusals:
             ("SELECT o.id, clock_timestamp() AS t FROM shop.orders o", r"CLOCK_TIMESTAMP\(\) is not allowed"),
             ("SELECT o.id, txid_current_snapshot()::text AS t FROM shop.orders o", "only stable"),
             ("SELECT o.id, pg_backend_pid() AS t FROM shop.orders o", "pg_backend_pid is not allowed"),
+            ("SELECT o.id, regexp_split_to_table(o.note, ',') AS t FROM shop.orders o", "returns several rows"),
+            ("SELECT o.id, 'now'::timestamp AS t FROM shop.orders o", "'now' is a moment"),
+            ("SELECT o.id FROM shop.orders o WHERE o.note::date > ' Yesterday'", "' Yesterday' is a moment"),
             ("SELECT o.id, nothing(o.total) AS t FROM shop.orders o", "function nothing"),
             ("SELECT o.id, o.total + 'x' AS t FROM shop.orders o", "invalid input syntax"),
             ("SELECT o.id, o.missing FROM shop.orders o", "column o.missing is unknown"),
@@ -370,6 +413,10 @@ class TestRefusals:
     def test_functions_that_depend_on_settled_settings_only(self, empty: str) -> None:
         select = "SELECT o.id, concat(o.note, to_char(o.total, '999')) AS t FROM shop.orders o"
         assert a_shop(empty, v=select).rows("SELECT t FROM dwd.v WHERE id = 1") == [("a  10",)]
+
+    def test_texts_that_are_no_moments_comments_and_odd_aliases(self, empty: str) -> None:
+        select = """SELECT "a{x}".id, "a{x}".note = 'today' AS "is 100% %s" FROM shop.orders AS "a{x}"; -- done {}"""
+        assert a_shop(empty, v=select).rows('SELECT "is 100% %s" FROM dwd.v WHERE id = 1') == [(False,)]
 
     def test_a_name_that_is_taken(self, empty: str) -> None:
         PostgresStore(empty).query("CREATE SCHEMA dwd; CREATE TABLE dwd.wide (a int)")

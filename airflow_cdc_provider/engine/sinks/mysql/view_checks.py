@@ -139,7 +139,7 @@ def _with_tables(text: str, targets: Mapping[str, Target]) -> str:
     """Return a SELECT as the user wrote it, with the target tables in place of the source tables."""
     by_name: dict[tuple[str, str], str] = {}
     for label, name in quoted_tables(targets).items():
-        schema, _, table = label.partition(".")
+        schema, table = targets[label].table.schema, targets[label].table.name
         by_name[schema, table] = by_name["", table] = name
     sources = sqlglot.parse_one(text, read="mysql").find_all(exp.Table)
     for source in sorted(sources, key=lambda each: -int(each.this.meta["start"])):

@@ -96,6 +96,10 @@ class MysqlViewStore(ViewStore):
 
         return checked_view(self._session, settings, self.targets)
 
+    def exists(self, version: ViewVersion) -> bool:
+        schema = version.view.schema if version.in_place else "airflow_cdc"
+        return self._session.exists(schema, version.relation)
+
     def taken(self, settings: ViewSettings) -> bool:
         return self._session.exists(settings.schema, settings.name)
 

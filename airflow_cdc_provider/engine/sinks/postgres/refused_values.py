@@ -159,6 +159,13 @@ def _beyond_limits(state: str, said: str) -> LimitExceeded:
         many = f"a table has more columns than Postgres allows: {said}"
         remedy = "Nothing was applied. Leave columns out with `columns` in the pipeline file, then start again."
         return LimitExceeded(many, remedy, many)
+    if re.search('index "airflow_cdc_', said):
+        wide = "an index that a view needs cannot hold a value"
+        remedy = (
+            "No part of the change was applied. Set `indexes: print` on the views that join or group by this column,"
+            " and drop the index; or join and group by other columns. Then start again."
+        )
+        return LimitExceeded(f"{wide}: {said}", remedy, wide)
     return LimitExceeded.by(said)
 
 

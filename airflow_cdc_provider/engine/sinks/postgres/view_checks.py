@@ -6,6 +6,7 @@ has found, and must print the view's own text and the text that the parser made 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -44,15 +45,16 @@ _SETTLED = (
     *("timestamptz_mi_interval", "interval_pl_timestamptz", "date_bin", "enum_first", "enum_last", "enum_range"),
 )
 _UNSETTLED = """
-SELECT DISTINCT p.proname::text, p.provolatile::text FROM pg_rewrite r,
+SELECT DISTINCT p.proname::text, CASE WHEN p.proretset THEN 'r' ELSE p.provolatile::text END FROM pg_rewrite r,
 LATERAL regexp_matches(r.ev_action::text, ':(?:funcid|opfuncid|aggfnoid|winfnoid) ([0-9]+)', 'g') AS found (parts)
 JOIN pg_proc p ON p.oid = found.parts[1]::oid
 WHERE r.ev_class = to_regclass('pg_temp.cdc_probe')
-  AND (p.provolatile = 'v' OR p.provolatile = 's' AND NOT (
+  AND (p.proretset OR p.provolatile = 'v' OR p.provolatile = 's' AND NOT (
     p.pronamespace = 'pg_catalog'::regnamespace
     AND (p.proname = ANY (%s) OR p.proname ~ '^(date|timestamp|timestamptz)_(eq|ne|lt|le|gt|ge|cmp)_')))
 ORDER BY 1
 """
+_MOMENTS = re.compile(r"'\s*(now|today|tomorrow|yesterday)\b[^']*'", re.IGNORECASE)
 _SERVER_VALUES = """
 SELECT ev_action::text ~ 'SQLVALUEFUNCTION' FROM pg_rewrite WHERE ev_class = to_regclass('pg_temp.cdc_probe')
 """
@@ -89,6 +91,7 @@ def checked_view(connection: Connection, settings: ViewSettings, targets: Mappin
     with _refusals(connection, settings):
         meant = _probe(connection, view.select(tables))
         _check_functions(connection, settings)
+        _check_moments(settings, meant)
         _check_columns(connection, view, own)
         written = _with_tables(settings.sql, targets, connection)
         if written is not None and meant != _probe(connection, written):
@@ -141,10 +144,9 @@ def _with_tables(text: str, targets: Mapping[str, Target], connection: Connectio
     if any(join.side == "RIGHT" for join in statement.find_all(exp.Join)):
         return None
     by_name: dict[tuple[str, str], str] = {}
-    for label, target in targets.items():
+    for target in targets.values():
         name = sql.Identifier(target.schema, target.name).as_string(connection)
-        schema, _, table = label.partition(".")
-        by_name[schema, table] = by_name["", table] = name
+        by_name[target.table.schema, target.table.name] = by_name["", target.table.name] = name
     for source in sorted(statement.find_all(exp.Table), key=lambda each: -each.this.meta["start"]):
         parts = [part for part in (source.args.get("db"), source.this) if part is not None]
         folded = [part.name if part.quoted else part.name.lower() for part in parts]
@@ -157,6 +159,11 @@ def _with_tables(text: str, targets: Mapping[str, Target], connection: Connectio
 
 def _check_functions(connection: Connection, settings: ViewSettings) -> None:
     for name, volatility in rows(connection, _UNSETTLED, [list(_SETTLED)]):
+        if volatility == "r":
+            raise ConfigError(
+                f"view {settings.label}: {name} is not allowed, because it returns several rows",
+                "Compute it where the view is read.",
+            )
         kind = "volatile" if volatility == "v" else "only stable"
         raise ConfigError(
             f"view {settings.label}: {name} is not allowed, because it is {kind}: its result may change without a"
@@ -168,6 +175,16 @@ def _check_functions(connection: Connection, settings: ViewSettings) -> None:
             f"view {settings.label}: it uses the current date, time or user",
             "Compare with it where the view is read.",
         )
+
+
+def _check_moments(settings: ViewSettings, meant: str) -> None:
+    """Refuse literals of times that the server has replaced by their value; it prints texts as they are."""
+    for found in _MOMENTS.finditer(settings.sql):
+        if found[0] not in meant:
+            raise ConfigError(
+                f"view {settings.label}: {found[0]} is a moment, which the sink would compute only once",
+                "Compare with the current time where the view is read.",
+            )
 
 
 def _check_columns(connection: Connection, view: View, own: Mapping[tuple[str, str], str]) -> None:

@@ -113,7 +113,7 @@ def compare_view(connection: Connection, pipeline: str, targets: Mapping[str, Ta
 def _without_table(label: str) -> UnknownTable:
     return UnknownTable(
         f"view {label}: its table, or one that it reads, does not exist in the sink",
-        f"Remove {label} from the pipeline file, run `airflow-cdc drop --views`, and add it again.",
+        "Start the stream again: a view whose table has been dropped is built again.",
     )
 
 

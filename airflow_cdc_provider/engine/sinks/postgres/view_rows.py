@@ -70,8 +70,10 @@ class ViewRows:
         return [sql.SQL(f"{relation}.{{}}").format(sql.Identifier(names[n] if names else f"a{n}")) for n in width]
 
     def root_anchor(self, relation: str) -> list[sql.Composable]:
-        """Return the anchor of a row of the root's table."""
-        return [sql.SQL(f"{relation}.{{}}").format(sql.Identifier(each.column)) for each in self._view.anchor]
+        """Return the anchor of a row of the root's table, under an alias."""
+        return [
+            sql.SQL("{}.{}").format(sql.Identifier(relation), sql.Identifier(each.column)) for each in self._view.anchor
+        ]
 
     # -- finding -----------------------------------------------------------------------------------
 
@@ -183,7 +185,7 @@ class ViewRows:
 
     def _select_anchors(self, nulls: Nulls) -> sql.Composable:
         """Return the SELECT of the rows of the found anchors that have the given NULLs."""
-        root = self.root_anchor(self._view.quote(self._view.root.name))
+        root = self.root_anchor(self._view.root.name)
         restriction = sql.SQL("{} AS cdc_anchor").format(self._anchors), match(self._anchor("cdc_anchor"), root, nulls)
         relation, condition = (part.as_string(self._connection) for part in restriction)
         return sql.SQL(self._view.select(self._tables, (relation, condition)))

@@ -39,9 +39,16 @@ from airflow_cdc_provider.engine.views.version import ViewVersion
 _EXCHANGE_LOCK = "2s"
 _STEP_TIMEOUT = "20s"
 _GRANTS = """
-SELECT format('GRANT %%s ON %%s TO %%s', string_agg(privilege_type, ', '), %s::text,
-              CASE WHEN grantee = 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(grantee)) END)
-FROM pg_class, aclexplode(relacl) WHERE oid = to_regclass(%s) AND grantee <> relowner GROUP BY grantee
+SELECT format('GRANT %%s ON %%s TO %%s%%s', string_agg(privilege_type, ', '), %s::text,
+              CASE WHEN grantee = 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(grantee)) END,
+              CASE WHEN is_grantable THEN ' WITH GRANT OPTION' ELSE '' END)
+FROM pg_class, aclexplode(relacl) WHERE oid = to_regclass(%s) AND grantee <> relowner GROUP BY grantee, is_grantable
+"""
+_PROTECTED = """
+SELECT EXISTS (
+    SELECT FROM pg_class c WHERE c.oid = to_regclass(%s)
+    AND (c.relrowsecurity OR EXISTS (SELECT FROM pg_policy p WHERE p.polrelid = c.oid)
+         OR EXISTS (SELECT FROM pg_trigger t WHERE t.tgrelid = c.oid AND NOT t.tgisinternal)))
 """
 _INCONSISTENT = """
 SELECT EXISTS (
@@ -95,9 +102,15 @@ class PostgresViewStore(ViewStore):
 
         return checked_view(self._connection, settings, self.targets)
 
+    def exists(self, version: ViewVersion) -> bool:
+        return self._has(version.view.schema, version.relation)
+
     def taken(self, settings: ViewSettings) -> bool:
-        name = sql.Identifier(settings.schema, settings.name).as_string(self._connection)
-        return scalar(self._connection, "SELECT to_regclass(%s)", [name]) is not None
+        return self._has(settings.schema, settings.name)
+
+    def _has(self, schema: str, name: str) -> bool:
+        relation = sql.Identifier(schema, name).as_string(self._connection)
+        return scalar(self._connection, "SELECT to_regclass(%s)", [relation]) is not None
 
     def create_record(self) -> None:
         rows(self._connection, VIEWS)
@@ -233,15 +246,31 @@ class PostgresViewStore(ViewStore):
         former = [each for each in self.versions() if each.view.label == view.label and each.number != version.number]
         if any(each.in_place for each in former):
             names = [built.as_string(self._connection), final.as_string(self._connection)]
+            self._require_unprotected(version, names[1])
             for (grant,) in rows(self._connection, _GRANTS, names):
                 rows(self._connection, grant)
             with self._naming(version, _DEPENDENTS):
                 self._run("DROP TABLE IF EXISTS {final}", final=final)
+        else:
+            self.require_free(version.settings, former)
         self._run("ALTER TABLE {built} RENAME TO {name}", built=built, name=sql.Identifier(view.name))
         for each in former:
             remove_version(self._connection, self._pipeline, each)
         self._change(version, relation=view.name)
         failpoint("before-view-exchanged")
+
+    def _require_unprotected(self, version: ViewVersion, table: str) -> None:
+        """Refuse to replace a table with policies or triggers, which would go with it.
+
+        :raises ViewRefused: when it has some.
+        """
+        if scalar(self._connection, _PROTECTED, [table]):
+            raise ViewRefused.by(
+                version.view.label,
+                "its table has row-level security or triggers, which its new version would not have",
+                "The new version is built. Drop the table, which the new version then replaces, and start again; create"
+                " policies and triggers again afterwards.",
+            )
 
     def drain(self, version: ViewVersion, count: int) -> bool:
         view_rows = self._rows(version)

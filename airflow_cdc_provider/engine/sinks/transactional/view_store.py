@@ -7,16 +7,19 @@ with the mirror unless a change of a table has made that impossible.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 
 from airflow_cdc_provider.engine.changes.redefinition import redefinition
-from airflow_cdc_provider.engine.core.errors import CannotFollow, ConfigError, ForeignTable
+from airflow_cdc_provider.engine.core.errors import CannotFollow, ConfigError, ForeignTable, UnknownColumn
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.views.definition import View
 from airflow_cdc_provider.engine.views.settings import ViewSettings
 from airflow_cdc_provider.engine.views.version import ViewVersion
+
+log = logging.getLogger(__name__)
 
 
 class TooSlow(Exception):
@@ -50,6 +53,10 @@ class ViewStore(ABC):
 
         :raises ConfigError: when it cannot be maintained.
         """
+
+    @abstractmethod
+    def exists(self, version: ViewVersion) -> bool:
+        """Return whether the table of a version's rows exists."""
 
     @abstractmethod
     def taken(self, settings: ViewSettings) -> bool:
@@ -117,9 +124,14 @@ class ViewStore(ABC):
         recorded = self._by_label()
         for settings in self.views:
             self.checked(settings)
-            self._require_free(settings, recorded.get(settings.label, ()))
+            self.require_free(settings, recorded.get(settings.label, ()))
 
-    def _require_free(self, settings: ViewSettings, versions: Collection[ViewVersion]) -> None:
+    def require_free(self, settings: ViewSettings, versions: Collection[ViewVersion]) -> None:
+        """Refuse a name that a table of others has.
+
+        :param versions: those of the view.
+        :raises ForeignTable: when the name is taken.
+        """
         if not any(version.in_place for version in versions) and self.taken(settings):
             raise ForeignTable(
                 f"view {settings.label}: the sink has a table of this name that is not the pipeline's",
@@ -140,18 +152,19 @@ class ViewStore(ABC):
             versions = recorded.pop(settings.label, [])
             newest = versions[-1] if versions else None
             if newest is not None and newest.kept and newest.settings.sql == settings.sql:
-                if newest.in_place and not self.taken(settings):  # someone has dropped its table
+                if newest.relation and not self.exists(newest):  # someone has dropped its table
                     self._replace(versions, settings, self.checked(settings))
                 elif newest.settings != settings:
                     self.resettle(newest, settings)
                 continue
             try:
                 view = self.checked(settings)
-            except ConfigError:
-                if newest is not None and newest.kept:
-                    continue  # it may be meant for a change of a table that the stream has yet to follow
-                raise
-            self._require_free(settings, versions)
+            except UnknownColumn as e:
+                if newest is None or not newest.kept:
+                    raise
+                log.warning("%s; it is tried again when the stream follows a change of that table", e.message)
+                continue
+            self.require_free(settings, versions)
             self.add(settings, view)
             for version in versions:
                 if not version.in_place:
@@ -163,7 +176,7 @@ class ViewStore(ABC):
     def rebuild(self, labels: Collection[str]) -> None:
         """Let the views over some tables be built again; until then they stay as they are."""
         for versions in self._by_label().values():
-            if versions[-1].kept and versions[-1].view.columns.keys() & set(labels):
+            if any(each.kept and each.view.columns.keys() & set(labels) for each in versions) and versions[-1].kept:
                 self._replace(versions, versions[-1].settings, versions[-1].view)
 
     def end_over(self, labels: Collection[str]) -> None:
@@ -192,6 +205,9 @@ class ViewStore(ABC):
         wanted = {settings.label: settings for settings in self.views}
         for label, versions in self._by_label().items():
             newest = versions[-1]
+            for version in versions[:-1]:
+                if changed & (set(version.view.columns.get(before.label, ())) | set(before.key)) or change.key:
+                    self.end(version)  # readers see it until its successor is built
             if before.label not in newest.view.columns or not newest.kept:
                 continue
             if label not in wanted:
@@ -206,5 +222,7 @@ class ViewStore(ABC):
                     f"Nothing from this change on has been applied. Change the `sql` of {label} in the pipeline file so"
                     " that it fits the changed table, or remove the view from the file; then start again.",
                 ) from e
-            if view != newest.view or changed & set(newest.view.columns[before.label]):
+            used = set(newest.view.columns[before.label])
+            # Rows are noted by their key, which must not become another one before the end of the transaction.
+            if view != newest.view or changed & (used | set(before.key)) or change.key:
                 self._replace(versions, wanted[label], view)

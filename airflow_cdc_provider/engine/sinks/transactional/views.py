@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -28,6 +29,7 @@ MOST_SECONDS = 1.0
 """Seconds that a step should take at most, because a unit may wait for it."""
 LEAST_PORTION = 1
 """The smallest portion, which may take as long as it needs."""
+_INDEX_SECONDS = 1.0
 RETRY_SECONDS = 10.0
 """Seconds until another attempt to change a view that others have locked."""
 
@@ -83,6 +85,27 @@ class TransactionalViews(TransactionalSink[Tx]):
             self._view_store(tx, applied).follow(before.table, after.table)
 
 
+class _Indexing(threading.Thread):
+    """Creates the missing indexes of a view.
+
+    :ivar error: the error that has ended it.
+    :ivar reported: whether the log says that it takes long.
+    """
+
+    def __init__(self, sink: TransactionalViews[Any], version: ViewVersion) -> None:
+        super().__init__(name="view indexes", daemon=True)
+        self._sink = sink
+        self._version = version
+        self.error: Exception | None = None
+        self.reported = False
+
+    def run(self) -> None:
+        try:
+            self._sink.create_view_indexes(self._version)
+        except Exception as e:  # raised by the keeper
+            self.error = e
+
+
 class ViewKeeper:
     """Builds and drains the views of a sink, step by step, between units.
 
@@ -99,6 +122,8 @@ class ViewKeeper:
         self._refreshed: dict[int, float] = {}
         self._blocked_until: dict[int, float] = {}
         self._indexed: set[int] = set()
+        self._drained: set[int] = set()
+        self._indexing: dict[int, _Indexing] = {}
         self._turn = 0
 
     def reconcile(self) -> None:
@@ -159,7 +184,9 @@ class ViewKeeper:
         for version in versions[place:] + versions[:place]:
             if not self._is_wanted(version, everything):
                 continue
-            if version.in_place:
+            # Drained once before it is exchanged, so that readers do not see older rows than before.
+            late = version.behind is not None and version.number not in self._drained
+            if version.in_place or (version.complete and late):
                 yield version, self._drain
             elif version.complete:
                 yield version, self._exchange
@@ -172,6 +199,8 @@ class ViewKeeper:
         """Return whether a version has a next step now, if the mirror is consistent."""
         if not version.kept or self._now() < self._blocked_until.get(version.number, 0.0):
             return False
+        if version.number in self._indexing and self._indexing[version.number].is_alive():
+            return False
         due = self._refreshed.get(version.number, 0.0) + (version.settings.refresh or 0.0)
         return not version.in_place or (version.behind is not None and (everything or self._now() >= due))
 
@@ -179,9 +208,21 @@ class ViewKeeper:
         store.begin(version)
 
     def _index(self, store: ViewStore, version: ViewVersion) -> None:
-        """Create missing indexes."""
-        self._sink.create_view_indexes(version)
-        self._indexed.add(version.number)
+        """Create missing indexes in a thread, because that may wait for readers, and other views must not."""
+        work = self._indexing.get(version.number)
+        if work is None:
+            log.info("creating missing indexes for view %s", version.view.label)
+            work = self._indexing[version.number] = _Indexing(self._sink, version)
+            work.start()
+        work.join(_INDEX_SECONDS)
+        if not work.is_alive():
+            del self._indexing[version.number]
+            if work.error is not None:
+                raise work.error
+            self._indexed.add(version.number)
+        elif not work.reported:
+            work.reported = True
+            log.warning("view %s waits for its indexes, which wait for transactions to end", version.view.label)
 
     def _build(self, store: ViewStore, version: ViewVersion) -> None:
         with self._timed(version) as count:
@@ -194,6 +235,7 @@ class ViewKeeper:
         with self._timed(version) as count:
             if not store.drain(version, count):
                 self._refreshed[version.number] = self._now()
+                self._drained.add(version.number)
 
     @contextmanager
     def _timed(self, version: ViewVersion) -> Iterator[int]:
