@@ -11,6 +11,7 @@ from pyspark.errors import PySparkException
 
 from airflow_cdc_provider.engine.core.errors import GateClosed
 from airflow_cdc_provider.engine.runs.run import run_part
+from airflow_cdc_provider.engine.runs.view_work import ViewWork
 from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob
 from airflow_cdc_provider.engine.state.files import State
 from tests.protocol.repairs.scene import DROP_SLOT, LOST, Make, Mode, assert_healed
@@ -56,4 +57,4 @@ def test_a_query_that_does_not_stop_hides_no_error(make_pipeline: Make) -> None:
         job = StreamJob(None, run, record, lambda progress: None)  # type: ignore[arg-type]
         pipeline.source(drop_slot)
         with pytest.raises(GateClosed, match="no longer exists"):
-            job._follow(_Unstoppable(), None)  # type: ignore[arg-type]
+            job._follow(_Unstoppable(), None, ViewWork(run))  # type: ignore[arg-type]

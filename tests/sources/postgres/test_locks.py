@@ -22,6 +22,7 @@ from airflow_cdc_provider.engine.postgres.connection import connected, rows
 from airflow_cdc_provider.engine.postgres.slots import emit_marker
 from airflow_cdc_provider.engine.runs.progress import StreamProgress
 from airflow_cdc_provider.engine.runs.run import run_part
+from airflow_cdc_provider.engine.runs.view_work import ViewWork
 from airflow_cdc_provider.engine.sources.postgres.catalog.catalog import _LEAVES
 from airflow_cdc_provider.engine.sources.postgres.catalog.publication import published_oids
 from airflow_cdc_provider.engine.sources.postgres.provision import provisioning
@@ -98,7 +99,8 @@ class Watch(threading.Thread):
     def run(self) -> None:
         with run_part(self._pipeline, "stream", None) as (self.run_, record):
             self._ready.set()
-            StreamJob(None, self.run_, record, self._report)._follow(Query(), self._until)  # type: ignore[arg-type]
+            job = StreamJob(None, self.run_, record, self._report)  # type: ignore[arg-type]
+            job._follow(Query(), self._until, ViewWork(self.run_))  # type: ignore[arg-type]
 
     def _emit(self, *arguments: Any) -> int:
         self._marks += 1
