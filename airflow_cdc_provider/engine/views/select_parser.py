@@ -124,15 +124,19 @@ class _Parser:
     def _label(self, source: exp.Table) -> str:
         if source.db:
             label = f"{source.db}.{source.name}"
-            found = [label] if label in self._tables else []
+            found = [each for each in self._tables if self._same(each, label)]
         else:
             label = source.name
-            found = [each for each, table in self._tables.items() if table.name == label]
+            found = [each for each, table in self._tables.items() if self._same(table.name, label)]
         if len(found) != 1 or source.catalog:
             known = ", ".join(sorted(self._tables))
             what = "is captured in several schemas" if found else "is not captured"
             self._refuse(f"the table {label} {what}", f"Name one of the captured tables with its schema: {known}.")
         return found[0]
+
+    def _same(self, name: str, written: str) -> bool:
+        """Return whether a table has the name that is written; Spark ignores the case of letters."""
+        return name == written or (self._dialect == "spark" and name.lower() == written.lower())
 
     def _replace_output_names(self, select: exp.Select) -> None:
         """Replace positions and names of outputs in GROUP BY and HAVING by their expressions."""

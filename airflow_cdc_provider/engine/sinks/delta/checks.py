@@ -1,18 +1,22 @@
 """Checks a Delta sink; changes nothing except for a probe file, which is removed.
 
-Spark is started only to examine tables that others have created, and to ask a catalog for tables.
+Spark is started only to examine tables that others have created, to ask a catalog for tables, and to analyze views.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 from airflow_cdc_provider.engine.core.errors import ConfigError
-from airflow_cdc_provider.engine.core.findings import Checks
+from airflow_cdc_provider.engine.core.findings import Caution, Checks
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
 from airflow_cdc_provider.engine.sinks.delta.sink import DeltaSink
 from airflow_cdc_provider.engine.sinks.delta.table_layout import require_apart, require_possible
+from airflow_cdc_provider.engine.sinks.record_log.record_contents import targets_of
+from airflow_cdc_provider.engine.views.settings import ViewSettings
 
 
 def check(settings: DeltaSettings, sink: DeltaSink, checks: Checks, targets: Sequence[Target] | None) -> None:
@@ -46,3 +50,24 @@ def check(settings: DeltaSettings, sink: DeltaSink, checks: Checks, targets: Seq
     if checks.run("sink", writable) is not None and targets is not None:
         checks.run("sink partitions", known)
         checks.run("target tables", possible)
+        for view in settings.views if checks.passed("target tables") else ():
+            checks.run(f"view {view.label}", partial(_view, sink, targets, view))
+
+
+def _view(sink: DeltaSink, targets: Sequence[Target], view: ViewSettings) -> str:
+    """Check a view over the targets, recorded ones as they are recorded."""
+    contents = sink.view_contents()
+    by_label = {**{target.table.label: target for target in targets}, **targets_of(contents)}
+    definitions = replace(sink, views=(view,)).view_definitions(contents, by_label)
+    newest = next((each for each in reversed(definitions.versions()) if each.view.label == view.label), None)
+    try:
+        definitions.check()
+    except ConfigError as e:
+        if newest is None or not newest.kept:
+            raise
+        # It may be meant for a change of a table that the stream has yet to follow.
+        raise Caution(
+            f"The new definition of view {view.label} does not fit the tables as they have been copied so far, and"
+            f" waits until it does: {e.message}."
+        ) from e
+    return f"View {view.label} can be kept equal to its SELECT, as of versions of its tables."

@@ -28,6 +28,7 @@ from airflow_cdc_provider.engine.sinks.delta.net_effect import latest
 from airflow_cdc_provider.engine.sinks.delta.staging_files import EVENT_COLUMNS, effect_schema, event_schema, row_schema
 from airflow_cdc_provider.engine.sinks.delta.table_layout import (
     Layout,
+    Named,
     location,
     names_of,
     quoted,
@@ -149,8 +150,7 @@ class DeltaTable:
                 failpoint("after-column-altered")
         if work.kind == "alter":
             return
-        for name, value in {_APPLICATION: application, _VERSION: str(number), _RESET: "true"}.items():
-            self.spark.conf.set(name, value)
+        number_next_write(self.spark, application, number)
         if work.kind == "merge":
             self._merge(work)
         elif work.kind == "append":
@@ -271,9 +271,15 @@ class DeltaTable:
         return self.spark.read.schema(types).parquet(*paths)
 
 
-def has_log(layout: Layout, target: Target) -> bool:
+def number_next_write(spark: SparkSession, application: str, number: int) -> None:
+    """Let the next write of a session record a number, and do nothing if the table has it or a greater one."""
+    for name, value in {_APPLICATION: application, _VERSION: str(number), _RESET: "true"}.items():
+        spark.conf.set(name, value)
+
+
+def has_log(layout: Layout, table: Named) -> bool:
     """Return whether a path table exists with at least one log entry."""
-    return any(map(_COMMIT.fullmatch, (layout.place(target) / LOG).names()))
+    return any(map(_COMMIT.fullmatch, (layout.place(table) / LOG).names()))
 
 
 def _text(value: str) -> str:

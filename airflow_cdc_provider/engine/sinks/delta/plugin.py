@@ -29,7 +29,8 @@ class DeltaPlugin:
         root = Storage(settings.path)
         layout = Layout(root, settings.catalog, settings.partition_by, settings.table_properties)
 
-        return DeltaSink(root, pipeline, settings.mode, layout, settings.spark or tuple(settings.spark_conf.items()))
+        conf = settings.spark or tuple(settings.spark_conf.items())
+        return DeltaSink(root, pipeline, settings.mode, layout, conf, settings.views)
 
     def check(
         self,

@@ -22,7 +22,7 @@ from airflow_cdc_provider.engine.core.source_rows import SourceRows
 from airflow_cdc_provider.engine.postgres.server_identity import ServerIdentity
 from airflow_cdc_provider.engine.postgres.typed_values import arrow_type, to_texts
 from airflow_cdc_provider.engine.sinks.delta import staging_files
-from airflow_cdc_provider.engine.sinks.delta.record import Decided, DeltaRecord
+from airflow_cdc_provider.engine.sinks.delta.record import Decided
 from airflow_cdc_provider.engine.sinks.delta.spark_errors import (
     SPARK_ERRORS,
     examination_failure,
@@ -32,6 +32,7 @@ from airflow_cdc_provider.engine.sinks.delta.spark_errors import (
 )
 from airflow_cdc_provider.engine.sinks.delta.table_layout import quoted, require_possible
 from airflow_cdc_provider.engine.sinks.delta.table_work import StagedFiles, TableWork, is_made, joined
+from airflow_cdc_provider.engine.sinks.delta.views import DeltaViews
 from airflow_cdc_provider.engine.sinks.record_log import record_contents
 from airflow_cdc_provider.engine.sinks.record_log.read_position import read_position
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change, Contents
@@ -54,7 +55,7 @@ class WrittenChunk:
 
 
 @dataclass(frozen=True)
-class DeltaReads(DeltaRecord):
+class DeltaReads(DeltaViews):
     """The part of a Delta sink that writes rows read from the source."""
 
     def write_chunk(
@@ -189,7 +190,10 @@ class DeltaReads(DeltaRecord):
                 )
             elif keys is None:
                 work = TableWork(label, "replace", parts, create=True, target=target)
-            return [work], record_contents.reread(contents, target, keys, watermark, count)
+            then = record_contents.reread(contents, target, keys, watermark, count)
+            if before is not None:
+                then += self._views_following(contents, [(before, target)])
+            return [work], then
 
         self._commit(epoch, f"{label} read again", decide)
         failpoint("after-reread-commit")

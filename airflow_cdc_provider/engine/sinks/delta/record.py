@@ -27,11 +27,13 @@ from airflow_cdc_provider.engine.sinks.delta.spark_errors import (
 from airflow_cdc_provider.engine.sinks.delta.table_definition import Plan, Present, plan
 from airflow_cdc_provider.engine.sinks.delta.table_layout import Layout, location, require_apart, require_possible
 from airflow_cdc_provider.engine.sinks.delta.table_work import TableWork, is_made, made, of_step, to_json, unmade
+from airflow_cdc_provider.engine.sinks.delta.view_record import moved, views_of
 from airflow_cdc_provider.engine.sinks.lake.log import Head
 from airflow_cdc_provider.engine.sinks.lake.record import LakeRecord
 from airflow_cdc_provider.engine.sinks.record_log import record_contents
 from airflow_cdc_provider.engine.sinks.record_log.record import Commit
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change, Contents, Step
+from airflow_cdc_provider.engine.views.settings import ViewSettings
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +48,12 @@ class DeltaRecord(LakeRecord):
     """The commit record of a pipeline with Delta tables; for its first fields, see :class:`.LakeRecord`.
 
     :param conf: configuration for Spark, if no session is running.
+    :param views: the views of the pipeline file.
     """
 
     layout: Layout
     conf: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    views: tuple[ViewSettings, ...] = ()
 
     def _commit(self, epoch: int, title: str, decide: Callable[[Contents], Decided | None]) -> bool:
         """Append an entry that decides the work on tables, and do the work; then remove the staged files.
@@ -68,7 +72,8 @@ class DeltaRecord(LakeRecord):
             if not works:
                 return Commit(then)
             staged.extend(file for work in works for part in work.parts for file in part.files)
-            return Commit(work=to_json(works), then=then + made(work.label for work in works if work.create))
+            then += made(work.label for work in works if work.create) + moved(contents, [work.label for work in works])
+            return Commit(work=to_json(works), then=then)
 
         committed = self._append(epoch, title, commit) is not None
         for file in staged:
@@ -108,6 +113,10 @@ class DeltaRecord(LakeRecord):
 
     def _known_as(self, schema: str, name: str) -> Hashable:
         return self.layout.known_as(schema, name)
+
+    def _has(self, contents: Contents, target: Target) -> bool:
+        views = {self._known_as(view.view.schema, view.view.name) for view in views_of(contents)}
+        return self._known_as(target.schema, target.name) in views or super()._has(contents, target)
 
     def _require_apart(self, targets: Sequence[Target]) -> None:
         require_apart(self.layout, targets)

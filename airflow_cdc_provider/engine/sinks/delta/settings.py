@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, Self, cast
 from airflow_cdc_provider.engine.core.record import Mode
 from airflow_cdc_provider.engine.core.section_values import as_flag, as_mapping, as_text, one_of
 from airflow_cdc_provider.engine.sinks.lake.paths import as_path, folder
+from airflow_cdc_provider.engine.views.settings import ViewSettings, require_mirror, take_views
 
 if TYPE_CHECKING:
     from airflow_cdc_provider.engine.core.section import Section
@@ -28,6 +29,7 @@ class DeltaSettings:
     :param catalog: the Spark catalog of the tables; ``None`` if they are directories below ``path``.
     :param partition_by: by label of a source table, the columns by which its target is partitioned.
     :param properties: further properties of created tables.
+    :param views: the views over the mirror.
     :param spark: see :meth:`with_spark`; by default only what Delta needs.
     """
 
@@ -38,20 +40,23 @@ class DeltaSettings:
     properties: tuple[tuple[str, str], ...] = ()
     mode: Mode = "mirror"
     schema: str = "{schema}"
+    views: tuple[ViewSettings, ...] = ()
     type: Literal["delta"] = "delta"
     spark: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
     @classmethod
     def parse(cls, section: Section) -> Self:
         """Parse the section."""
+        mode = cast(Mode, section.take("mode", one_of("mirror", "changelog"), "mirror"))
         return cls(
             path=section.take("path", _as_path),
             catalog=section.take("catalog", as_text, "") or None,
             partition_by=section.take("partition_by", _as_columns, ()),
             deletion_vectors=section.take("deletion_vectors", as_flag, True),
             properties=section.take("properties", _as_properties, ()),
-            mode=cast(Mode, section.take("mode", one_of("mirror", "changelog"), "mirror")),
+            mode=mode,
             schema=section.take("schema", as_text, "{schema}"),
+            views=require_mirror(mode, take_views(section)),
         )
 
     @property

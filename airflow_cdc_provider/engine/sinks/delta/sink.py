@@ -53,12 +53,13 @@ class DeltaSink(DeltaReads):
         require_possible(self.layout, after, self.mode)
 
         def decide(contents: Contents) -> Decided:
+            then = record_contents.redefined(after) + self._views_following(contents, [(before, after)])
             if not is_made(contents, before.table.label) and self._is_gone(before):
-                return [], record_contents.redefined(after)  # the table is created in this form with its first rows
+                return [], then  # the table is created in this form with its first rows
             self._require_there(before)
             found = plan(before, after, self._present(before), self.mode, rows_stay=True)
             if not found.alterations:
-                return [], record_contents.redefined(after)
+                return [], then
             work = TableWork(
                 after.table.label,
                 "fill" if found.values else "alter",
@@ -66,7 +67,7 @@ class DeltaSink(DeltaReads):
                 values=found.values,
                 target=after,
             )
-            return [work], record_contents.redefined(after)
+            return [work], then
 
         self._commit(epoch, f"{after.table.label} redefined", decide)
         failpoint("after-redefinition")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import pyarrow as pa
 
@@ -31,6 +32,18 @@ _RESERVED_PREFIX = "__delta_internal_"
 _CHANGE_FEED = frozenset({"_change_type", "_commit_version", "_commit_timestamp"})
 
 
+class Named(Protocol):
+    """A table: a target, or a view."""
+
+    @property
+    def schema(self) -> str:
+        """Return its schema."""
+
+    @property
+    def name(self) -> str:
+        """Return its name."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """The settings of a Delta sink for its tables.
@@ -46,19 +59,19 @@ class Layout:
     partition_by: tuple[tuple[str, tuple[str, ...]], ...] = ()
     properties: tuple[tuple[str, str], ...] = ()
 
-    def place(self, target: Target) -> Storage:
+    def place(self, table: Named) -> Storage:
         """Return the directory of a path table."""
-        return self.root / folder(target.schema, target.name)
+        return self.root / folder(table.schema, table.name)
 
     def known_as(self, schema: str, name: str) -> tuple[str, str]:
         """Return the identity of a table; a catalog ignores the case of letters."""
         return (schema, name) if self.catalog is None else (schema.lower(), name.lower())
 
-    def sql_name(self, target: Target) -> str:
+    def sql_name(self, table: Named) -> str:
         """Return the name of a table in statements."""
         if self.catalog is None:
-            return f"delta.{quoted(location(self.place(target)))}"
-        return ".".join(map(quoted, (self.catalog, target.schema, target.name)))
+            return f"delta.{quoted(location(self.place(table)))}"
+        return ".".join(map(quoted, (self.catalog, table.schema, table.name)))
 
     def partitions(self, target: Target) -> tuple[str, ...]:
         """Return the columns by which a table is partitioned."""
@@ -136,7 +149,7 @@ def require_possible(layout: Layout, target: Target, mode: Mode) -> None:
                 f"{label} has columns {other} and {name}, which are the same column to Delta",
                 "Rename one, or leave it out with `columns` in source.tables.",
             )
-    reserved = [name for name in seen.values() if _is_reserved(layout, name)]
+    reserved = [name for name in seen.values() if is_reserved(layout, name)]
     if reserved:
         raise UncapturableTable(
             f"{label} has columns ({', '.join(reserved)}) whose names are reserved by Delta or Spark",
@@ -165,7 +178,8 @@ def require_possible(layout: Layout, target: Target, mode: Mode) -> None:
         )
 
 
-def _is_reserved(layout: Layout, name: str) -> bool:
+def is_reserved(layout: Layout, name: str) -> bool:
+    """Return whether Delta or Spark use the name of a column internally."""
     lower = name.lower()
     feeds = dict(layout.properties).get("delta.enableChangeDataFeed", "").lower() == "true"
     return lower in _RESERVED or lower.startswith(_RESERVED_PREFIX) or (feeds and lower in _CHANGE_FEED)

@@ -1,0 +1,228 @@
+"""Computes the rows of a view with Spark, at versions of the mirror's tables, and writes them in one commit.
+
+A view at one moment is brought to a later one like this. Of each table, the rows whose columns differ between the two
+versions are compared as bags, in the files that differ. From these rows, old and new ones, the joins lead to the
+anchors, over the tables at the later version; :mod:`..transactional.view_upkeep` explains why these suffice. The rows
+of the anchors are computed, and a MERGE replaces the rows of the anchors that differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as f
+
+from airflow_cdc_provider.engine.core.failpoint import failpoint
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.sinks.delta.delta_table import number_next_write
+from airflow_cdc_provider.engine.sinks.delta.spark_errors import retry_on_conflict
+from airflow_cdc_provider.engine.sinks.delta.table_layout import Layout, location, quoted
+from airflow_cdc_provider.engine.sinks.delta.table_versions import TableVersions, VersionGone
+from airflow_cdc_provider.engine.sinks.delta.view_check import empty_relation, table_exists
+from airflow_cdc_provider.engine.sinks.delta.view_record import Moment
+from airflow_cdc_provider.engine.views.definition import Alias, View
+
+_ANCHORS, _CHANGES = "cdc_anchors", "cdc_changes"
+
+
+class ViewRows:
+    """The rows of a view.
+
+    :param spark: a session that is used for nothing else.
+    :param targets: the recorded targets by label.
+    """
+
+    def __init__(self, spark: SparkSession, layout: Layout, targets: Mapping[str, Target], view: View) -> None:
+        self._spark = spark
+        self._layout = layout
+        self._targets = targets
+        self._view = view
+        self._relations = {label: f"cdc_table_{n}" for n, label in enumerate(view.columns)}
+        self._outputs = [output.name for output in view.outputs]
+        self._columns = [f"o{n}" for n in range(len(self._outputs))]
+        self._anchor = [each.output for each in view.anchor]
+        self._anchor_columns = [self._columns[self._outputs.index(name)] for name in self._anchor]
+
+    # -- computing ----------------------------------------------------------------------------------
+
+    def at(self, moment: Moment) -> DataFrame:
+        """Return all rows at a moment.
+
+        :raises VersionGone: when a version of a table is gone.
+        """
+        self._read(moment)
+        return self._spark.sql(self._view.select(self._relations))
+
+    def _read(self, moment: Moment) -> None:
+        """Let the relations be the tables at a moment."""
+        for label, columns in self._view.columns.items():
+            pin, target = moment.pins[label], self._targets.get(label)
+            if pin is not None and target is not None:
+                rows = TableVersions(self._spark, self._layout, target).rows(pin).select(*map(quoted, columns))
+            elif target is not None:
+                rows = empty_relation(self._spark, target, columns)
+            else:
+                raise VersionGone(f"{label} is no longer in the pipeline")
+            rows.createOrReplaceTempView(self._relations[label])
+
+    def anchors(self, before: Moment, after: Moment) -> DataFrame | None:
+        """Return the anchors that changes between two moments affect, ``a0`` …; ``None`` if nothing has changed.
+
+        :raises VersionGone: as :meth:`at`.
+        """
+        self._read(after)
+        changes = {label: self._changes(label, before, after) for label in self._view.columns}
+        found = []
+        for alias in self._view.aliases:
+            changed = changes[alias.label]
+            if changed is not None:
+                changed.createOrReplaceTempView(_CHANGES)
+                found.append(self._spark.sql(self._reached(alias)))
+        return reduce(DataFrame.union, found).distinct() if found else None
+
+    def _changes(self, label: str, before: Moment, after: Moment) -> DataFrame | None:
+        """Return the old and new values of rows whose columns differ, ``r0`` … in the order of the view's columns."""
+        columns = self._view.columns[label]
+        old, new = before.pins.get(label), after.pins[label]
+        if old == new:
+            return None
+        if new is None:
+            raise VersionGone(f"the table of {label} is gone")
+        table = TableVersions(self._spark, self._layout, self._targets[label])
+        if old is None:
+            return self._numbered(table.rows(new), columns)
+        sides = table.differing(old, new)
+        if sides is None:
+            return None
+        removed, added = (self._numbered(rows, columns) for rows in sides)
+        counted = removed.withColumn("n", f.lit(-1)).union(added.withColumn("n", f.lit(1)))
+        names = [f"r{n}" for n in range(len(columns))]
+        # Grouping does not distinguish zero from minus zero.
+        texts = [
+            f.col(name).cast("string").alias(f"text_{name}")
+            for name, kind in removed.dtypes
+            if kind in ("float", "double")
+        ]
+        found = counted.groupBy(*names, *texts).agg(f.sum("n").alias("n")).where("n <> 0").select(*names)
+        kept = _kept(found)
+        return None if kept.isEmpty() else kept
+
+    @staticmethod
+    def _numbered(rows: DataFrame, columns: Sequence[str]) -> DataFrame:
+        return rows.select(*(f.col(quoted(name)).alias(f"r{n}") for n, name in enumerate(columns)))
+
+    def _reached(self, alias: Alias) -> str:
+        """Return the query of the anchors that the changed rows of an alias reach."""
+        view, columns = self._view, self._view.columns[alias.label]
+        path = view.path(alias)
+        joins = [f"FROM {_CHANGES} j0"]
+
+        def value(step: int, column: str) -> str:
+            return f"j0.r{columns.index(column)}" if step == 0 else f"j{step}.{quoted(column)}"
+
+        for step, each in enumerate(path[:-1]):
+            equal = (f"{value(step + 1, theirs)} = {value(step, own)}" for own, theirs in each.equalities)
+            joins.append(f"JOIN {self._relations[path[step + 1].label]} j{step + 1} ON {' AND '.join(equal)}")
+        anchor = (f"{value(len(path) - 1, each.column)} AS a{n}" for n, each in enumerate(view.anchor))
+        return f"SELECT {', '.join(anchor)} {' '.join(joins)}"
+
+    # -- writing ------------------------------------------------------------------------------------
+
+    def build(self, moment: Moment, application: str) -> None:
+        """Replace all rows, and the columns, by those at a moment.
+
+        :param application: the application under which the table records the moment's number.
+        :raises VersionGone: as :meth:`at`.
+        """
+        rows, name = self.at(moment), self._layout.sql_name(self._view)
+        exists = table_exists(lambda: self._spark, self._layout, self._view)
+        if exists and any(kind == "timestamp_ntz" for _, kind in rows.dtypes):
+            self._spark.sql(f"ALTER TABLE {name} SET TBLPROPERTIES ('delta.feature.timestampNtz' = 'supported')")
+        if self._layout.catalog is not None:
+            schema = f"{quoted(self._layout.catalog)}.{quoted(self._view.schema)}"
+            self._spark.sql(f"CREATE SCHEMA IF NOT EXISTS {schema}")
+
+        failpoint("before-view-written")
+
+        def write() -> None:
+            number_next_write(self._spark, application, moment.number)
+            writer = rows.write.format("delta").mode("overwrite").option("overwriteSchema", "true")
+            for option, value in () if exists else self._layout.properties:
+                writer = writer.option(option, value)
+            if self._layout.catalog is None:
+                writer.save(location(self._layout.place(self._view)))
+            else:
+                writer.saveAsTable(name)
+
+        retry_on_conflict(write)
+
+    def move(self, before: Moment, after: Moment, application: str) -> int:
+        """Bring the rows from one moment to another in one commit; return the number of affected anchors.
+
+        :raises VersionGone: as :meth:`at`.
+        """
+        found = self.anchors(before, after)
+        if found is None:
+            return 0
+        anchors = _kept(found)
+        count = anchors.count()
+        failpoint("before-view-written")
+        if count:
+            self._merge(*self._differences(anchors), after.number, application)
+        return count
+
+    def _differences(self, anchors: DataFrame) -> tuple[DataFrame, DataFrame]:
+        """Return the anchors whose rows differ from the table's, as outputs, and the rows that they should have."""
+        anchors.createOrReplaceTempView(_ANCHORS)
+        root = quoted(self._view.root.name)
+        equal = " AND ".join(
+            f"{root}.{quoted(each.column)} <=> {_ANCHORS}.a{n}" for n, each in enumerate(self._view.anchor)
+        )
+        wanted = _kept(self._spark.sql(self._view.select(self._relations, (_ANCHORS, equal))).toDF(*self._columns))
+        own = " AND ".join(f"v.{quoted(name)} <=> a.a{n}" for n, name in enumerate(self._anchor))
+        table = self._spark.table(self._layout.sql_name(self._view)).alias("v")
+        stored = table.join(anchors.alias("a"), f.expr(own), "left_semi").select(*map(quoted, self._outputs))
+        sides = wanted.withColumn("n", f.lit(1)).union(stored.toDF(*self._columns).withColumn("n", f.lit(-1)))
+        bags = sides.groupBy(*self._columns).agg(f.sum("n").alias("n")).where("n <> 0")
+        return _kept(bags.select(*self._anchor_columns).distinct()), wanted
+
+    def _merge(self, different: DataFrame, wanted: DataFrame, number: int, application: str) -> None:
+        """Replace the rows of anchors by others, in one commit; without anchors there is nothing to commit.
+
+        The source has a row for each anchor, which matches the rows to delete, and the new rows, which match none.
+        """
+        if different.isEmpty():
+            return
+        own = " AND ".join(f"w.{column} <=> d.{column}" for column in self._anchor_columns)
+        rows = wanted.alias("w").join(different.alias("d"), f.expr(own), "left_semi")
+        gone = different.select(
+            *(
+                f.col(field.name) if field.name in self._anchor_columns else f.lit(None).cast(field.dataType)
+                for field in wanted.schema
+            )
+        )
+        source = rows.withColumn("gone", f.lit(False)).union(gone.withColumn("gone", f.lit(True)))
+        source.createOrReplaceTempView("cdc_source")
+        pairs = zip(self._anchor, self._anchor_columns, strict=True)
+        match = " AND ".join(f"t.{quoted(name)} <=> s.{column}" for name, column in pairs)
+        names, values = ", ".join(map(quoted, self._outputs)), ", ".join(f"s.{column}" for column in self._columns)
+
+        def write() -> None:
+            number_next_write(self._spark, application, number)
+            self._spark.sql(
+                f"MERGE INTO {self._layout.sql_name(self._view)} t USING cdc_source s ON s.gone AND {match}"
+                " WHEN MATCHED THEN DELETE"
+                f" WHEN NOT MATCHED AND NOT s.gone THEN INSERT ({names}) VALUES ({values})"
+            )
+
+        retry_on_conflict(write)
+
+
+def _kept(rows: DataFrame) -> DataFrame:
+    """Compute rows that are read several times, and keep them on the executors.
+
+    What reads them is planned without the plan that computed them, which would take longer than a small step itself.
+    """
+    return rows.localCheckpoint()

@@ -1,0 +1,352 @@
+"""Views of a Delta mirror, on real tables: moved after random units, redefined, interrupted, overtaken and rebuilt."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyspark.sql import SparkSession
+
+from airflow_cdc_provider.engine.core.chunk import Chunk
+from airflow_cdc_provider.engine.core.effect import Effect
+from airflow_cdc_provider.engine.core.errors import (
+    CannotFollow,
+    ConfigError,
+    Failpoint,
+    Fenced,
+    ForeignTable,
+    ViewRefused,
+)
+from airflow_cdc_provider.engine.core.failpoint import VARIABLE
+from airflow_cdc_provider.engine.core.lsn import LOG_END, format_lsn
+from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.section import Section
+from airflow_cdc_provider.engine.core.table import Column, Leaf, Table
+from airflow_cdc_provider.engine.runs.view_states import _state as state_of
+from airflow_cdc_provider.engine.sinks.delta.maintenance import maintain
+from airflow_cdc_provider.engine.sinks.delta.plugin import DeltaPlugin
+from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
+from airflow_cdc_provider.engine.sinks.delta.view_keeper import DeltaViewKeeper
+from airflow_cdc_provider.engine.sinks.delta.view_record import views_of
+from airflow_cdc_provider.engine.sinks.delta.view_rows import ViewRows
+from airflow_cdc_provider.engine.sinks.record_log.record_contents import targets_of
+from airflow_cdc_provider.engine.sinks.staged import CopiedChunk, StagedPiece
+from airflow_cdc_provider.engine.views.settings import ViewSettings
+from tests.sinks.begun_sink import IDENTITY, ORIGIN, WATERMARK
+from tests.sinks.view_cases import SETTINGS, TARGETS, effect, random_effects
+from tests.support.delta_spark import delta_session
+from tests.support.given_rows import GivenRows
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+
+START = 100
+
+
+@pytest.fixture(scope="module")
+def spark() -> Iterator[SparkSession]:
+    with delta_session() as session:
+        yield session
+
+
+class Lake:
+    """A mirror of three tables, and views over it."""
+
+    def __init__(
+        self,
+        root: Path,
+        views: Sequence[ViewSettings] = SETTINGS,
+        chunks: Sequence[Chunk] = (),
+        targets: Sequence[Target] = TARGETS,
+    ) -> None:
+        self.root = root
+        self.applied = START
+        self.open(views)
+        self.sink.prepare(targets, chunks, IDENTITY, START)
+        self.start()
+
+    def open(self, views: Sequence[ViewSettings]) -> None:
+        """Read a pipeline file."""
+        self.sink = DeltaPlugin().open(DeltaSettings(str(self.root), views=tuple(views)), "p")
+
+    def start(self) -> None:
+        """Begin a run."""
+        self.epoch = self.sink.take_epoch("test")
+        self.keeper = self.sink.view_keeper(self.epoch)
+
+    def unit(self, *effects: Effect) -> None:
+        staged = self.sink.stage(self.epoch, f"test{self.applied}", effects)
+        piece = StagedPiece("", "", 0, 1, b"", staged, frozenset(), LOG_END)
+        assert self.sink.commit(self.epoch, self.applied, self.applied + 10, [piece])
+        self.applied += 10
+
+    def copy(self, target: Target, chunk: Chunk, *given: tuple[str | None, ...]) -> None:
+        names = [column.name for column in target.table.columns]
+        columns = [pa.array(column, pa.large_string()) for column in zip(*given, strict=True)]
+        batch = pa.RecordBatch.from_arrays(columns, names=names)
+        watermark = replace(WATERMARK, high=self.applied)
+        read = GivenRows([batch], lambda: watermark)
+        written = self.sink.write_chunk(self.epoch, target, chunk, ORIGIN, read)
+        assert self.sink.commit_chunks(self.epoch, [CopiedChunk(target, chunk, ORIGIN, written)]) == [len(given)]
+
+    def work(self) -> None:
+        """Do all steps."""
+        while self.keeper.step(everything=True):
+            pass
+
+    def drain(self) -> None:
+        """Bring all views up to date."""
+        self.work()
+        assert self.keeper.reached(self.applied)
+
+    def verify(self) -> dict[str, int]:
+        """Return the number of rows of each view, which equals its SELECT."""
+        results = list(self.sink.compare_views())
+        assert [result.differences for result in results] == [()] * len(results)
+        return {result.view: result.rows for result in results}
+
+
+def values(*keys: int, v: int = 1) -> dict[int, tuple[int | None, ...] | None]:
+    return {key: (key, key % 3, v, key % 2) for key in keys}
+
+
+def view(name: str) -> ViewSettings:
+    return next(settings for settings in SETTINGS if settings.name == name)
+
+
+JOINED = ViewSettings("dwd", "joined", "SELECT a.id, a.v, b.v AS bv FROM shop.a LEFT JOIN shop.b ON b.id = a.fk")
+
+
+def rows(spark: SparkSession, lake: Lake, name: str = "joined") -> list[tuple[object, ...]]:
+    return [tuple(row) for row in spark.sql(f"SELECT * FROM delta.`{lake.root}/dwd/{name}` ORDER BY ALL").collect()]
+
+
+def versions(spark: SparkSession, lake: Lake, name: str) -> int:
+    return spark.sql(f"DESCRIBE HISTORY delta.`{lake.root}/dwd/{name}`").count()
+
+
+def states(lake: Lake) -> list[dict[str, Any]]:
+    """Return the views as ``status`` shows them."""
+    recorded = lake.sink.recorded_views()
+    return [state_of(each.label, recorded.versions if recorded else (), each, recorded) for each in lake.sink.views]
+
+
+def test_random_units_move_views_of_all_kinds(spark: SparkSession, tmp_path: Path) -> None:
+    rnd = random.Random(7)
+    lake = Lake(tmp_path)
+    lake.unit(
+        *(
+            effect(target.table.label, {key: (key, key % 5, key % 4, key % 3) for key in range(12)})
+            for target in TARGETS
+        )
+    )
+    lake.drain()
+    assert min(lake.verify().values()) > 0
+    for emptied in (False, True):
+        for _ in range(3):
+            lake.unit(*random_effects(rnd))
+        if emptied:
+            lake.unit(effect("shop.b", values(1, 2), truncate=True))
+        lake.drain()
+        lake.verify()
+    assert {version.behind for version in lake.sink.view_versions()} == {None}
+
+
+def test_a_step_that_fails_is_done_once_by_the_next_run(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other units are applied before the step is repeated, which happens at the versions that it has pinned."""
+    lake = Lake(tmp_path, [view("multi")])
+    lake.unit(effect("shop.a", values(1, 2, 3)), effect("shop.b", values(1, 2, 3)))
+    places = (
+        *("after-view-reconciled", "after-view-written"),  # of the build
+        *("after-view-pinned", "before-view-written", "after-view-written", "after-view-moved"),
+    )
+    for n, place in enumerate(places):
+        monkeypatch.setenv(VARIABLE, f"{place}:error")
+        with pytest.raises(Failpoint):
+            lake.work()
+        monkeypatch.delenv(VARIABLE)
+        lake.start()
+        lake.unit(
+            effect("shop.a", {**values(n, n + 3, v=n), 1: None if n % 2 else (1, 2, n, 1)}),
+            effect("shop.b", {2: None, **values(n, v=n)}),
+        )
+    lake.drain()
+    assert lake.verify()["dwd.multi"] > 0
+
+
+def test_an_overtaken_run_that_writes_late_changes_nothing(spark: SparkSession, tmp_path: Path) -> None:
+    lake = Lake(tmp_path, [view("multi")])
+    lake.unit(effect("shop.a", values(1, 2)), effect("shop.b", values(1, 2)))
+    lake.drain()
+    lake.unit(effect("shop.a", {1: None, **values(3, v=3)}))
+    sink, former, epoch = lake.sink, lake.keeper, lake.epoch
+    (recorded,) = views_of(sink.view_contents())
+    pinned = sink.pin_view(epoch, recorded, rebuild=False)
+    assert pinned is not None
+    assert pinned.reached is not None
+    assert pinned.next is not None
+    lake.start()
+    lake.unit(effect("shop.a", values(1, v=9)))
+    lake.drain()
+    before = rows(spark, lake, "multi"), versions(spark, lake, "multi")
+    late = ViewRows(sink.spark(), sink.layout, targets_of(sink.view_contents()), pinned.view)
+    assert late.move(pinned.reached, pinned.next, sink.application) == 2
+    late.build(pinned.next, sink.application)
+    assert (rows(spark, lake, "multi"), versions(spark, lake, "multi")) == before
+    for step in (former.step, lambda: sink.record_view(epoch, pinned, 1, 0.0), lambda: former.reached(0)):
+        with pytest.raises(Fenced):
+            step()
+    lake.verify()
+
+
+def test_changed_definitions_and_tables(spark: SparkSession, tmp_path: Path) -> None:
+    lake = Lake(tmp_path, [JOINED, view("grp")])
+    lake.unit(effect("shop.a", values(1, 2)), effect("shop.b", values(1, 2, v=5)))
+    lake.drain()
+    as_of = lake.applied
+
+    # The file has a wider view, and no longer has the other one.
+    wider = replace(JOINED, sql=JOINED.sql.replace("b.v AS bv", "b.v AS bv, b.me AS town"))
+    lake.open([wider])
+    lake.start()
+    lake.unit(effect("shop.a", values(3)))
+    lake.keeper.reconcile()
+    shown = {version.view.label: version for version in lake.sink.view_versions()}
+    assert not shown["dwd.joined"].in_place
+    assert (shown["dwd.grp"].kept, shown["dwd.grp"].behind) == (False, as_of)
+    lake.drain()
+    assert rows(spark, lake) == [(1, 1, 5, 1), (2, 1, 5, 0), (3, 1, None, None)]
+    assert list(lake.sink.drop_views()) == ["dwd.grp"]
+    assert not (lake.root / "dwd" / "grp").exists()
+    assert [version.view.label for version in lake.sink.view_versions()] == ["dwd.joined"]
+
+    # A column that no view reads is dropped; one that a view reads stops the stream.
+    before = TARGETS[1]
+    id_, _, v, me = before.table.columns
+    without = replace(before, table=replace(before.table, columns=(id_, v, me)))
+    lake.sink.redefine(lake.epoch, before, without)
+    renamed = replace(before, table=replace(before.table, columns=(id_, v, replace(me, name="place"))))
+    with pytest.raises(CannotFollow, match=r"view dwd.joined cannot follow a change of shop.b: .*b.me"):
+        lake.sink.redefine(lake.epoch, without, renamed)
+    lake.drain()
+    assert [version.number for version in lake.sink.view_versions()] == [3]
+
+    # A definition that fits the changed table may be in the file before.
+    lake.open([replace(wider, sql=wider.sql.replace("b.me", "b.place"))])
+    lake.start()
+    lake.drain()
+    lake.sink.redefine(lake.epoch, without, renamed)
+    lake.drain()
+    assert rows(spark, lake)[0] == (1, 1, 5, 1)
+    lake.verify()
+
+    # A dropped table is built again; a view over a table that leaves the pipeline stays as it is.
+    shutil.rmtree(lake.root / "dwd" / "joined")
+    lake.start()
+    lake.drain()
+    assert len(rows(spark, lake)) == 3
+    lake.sink.forget(lake.epoch, ["shop.b"])
+    assert [(version.in_place, version.kept) for version in lake.sink.view_versions()] == [(True, False)]
+    assert not lake.keeper.step(everything=True)
+
+
+def test_a_view_is_built_again_when_a_version_is_gone_and_waits_while_tables_are_read(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    lake = Lake(tmp_path, [replace(JOINED, refresh=60)], [Chunk("shop.b", 0, None, None)])
+    lake.unit(effect("shop.a", values(1, 2)))
+    assert not lake.keeper.step(everything=True)  # a chunk is not copied yet
+    assert [state["state"] for state in states(lake)] == ["waiting"]
+    lake.copy(TARGETS[1], Chunk("shop.b", 0, None, None), ("1", "0", "7", "0"))
+    lake.drain()
+    clock = [1000.0]
+    lake.keeper = DeltaViewKeeper(lake.sink, lake.epoch, lambda: clock[0])
+    lake.unit(effect("shop.a", values(2, v=2)))
+    assert lake.keeper.step()
+    lake.unit(effect("shop.a", values(3)))
+    assert not lake.keeper.step()
+    assert [(state["state"], state["as_of"]) for state in states(lake)] == [("queued", format_lsn(lake.applied - 10))]
+    spark.conf.set("spark.databricks.delta.retentionDurationCheck.enabled", "false")
+    name = f"delta.`{lake.root}/copy/a`"
+    spark.sql(f"OPTIMIZE {name}").collect()
+    spark.sql(f"VACUUM {name} RETAIN 0 HOURS").collect()
+    clock[0] += 60
+    assert lake.keeper.step()  # decides to build again
+    lake.drain()
+    assert rows(spark, lake) == [(1, 1, 7), (2, 2, None), (3, 1, None)]
+    lake.verify()
+    assert {table.table for table in maintain(lake.sink)} == {"shop.a", "shop.b", "dwd.joined"}
+
+
+def test_views_that_are_refused(spark: SparkSession, tmp_path: Path) -> None:
+    def refused(select: str, why: str, name: str = "dwd.v") -> None:
+        schema, _, table = name.partition(".")
+        with pytest.raises(ConfigError, match=f"view {name}: .*{why}"):
+            Lake(tmp_path, [ViewSettings(schema, table, select)])
+
+    refused("SELECT a.id, rand() AS r FROM shop.a", "random")
+    refused("SELECT a.id, nothing(a.v) AS r FROM shop.a", "NOTHING")
+    refused("SELECT a.id, first(b.v) AS r FROM shop.a JOIN shop.b ON b.fk = a.id GROUP BY a.id", "first depends")
+    refused("SELECT a.id, map(a.id, 1) AS r FROM shop.a", "has the type map")
+    refused("SELECT a.id, NULL AS r FROM shop.a", "has the type void")
+    refused("SELECT a.id, 1 AS _metadata FROM shop.a", "reserved")
+    refused(JOINED.sql, "shop.a is copied into a table of this name", "copy.a")
+    given = {"path": str(tmp_path), "mode": "changelog", "views": {"dwd.v": {"sql": JOINED.sql}}}
+    with pytest.raises(ConfigError, match="changelog"):
+        DeltaSettings.parse(Section("sink", given, {}, False))
+    assert not list(tmp_path.iterdir())
+
+    spark.sql(f"CREATE TABLE delta.`{tmp_path}/dwd/joined` USING delta AS SELECT 1 AS id")
+    with pytest.raises(ForeignTable, match=r"view dwd.joined: the sink has a table of this name"):
+        Lake(tmp_path, [JOINED])
+
+    lake = Lake(tmp_path, [ViewSettings("dwd", "share", "SELECT a.id, 100 / a.v AS share FROM shop.a")])
+    lake.unit(effect("shop.a", values(1, 2)))
+    lake.drain()
+    lake.unit(effect("shop.a", values(2, v=0)))
+    with pytest.raises(ViewRefused, match=r"view dwd.share cannot be brought up to date: .*DIVIDE_BY_ZERO"):
+        lake.keeper.step(everything=True)
+    lake.open([ViewSettings("dwd", "share", "SELECT a.id, 100 / nullif(a.v, 0) AS share FROM shop.a")])
+    lake.start()
+    lake.drain()
+    assert rows(spark, lake, "share") == [(1, 100.0), (2, None)]
+
+
+def test_types_and_names(spark: SparkSession, tmp_path: Path) -> None:
+    """Zero and minus zero are equal in Spark, but a view may show the difference."""
+    kinds = {
+        "id": ("bigint", 20),
+        "Ord er": ("text", 25),
+        "ratio": ("double precision", 701),
+        "at": ("timestamp", 1114),
+    }
+    columns = tuple(
+        Column(name, kind, oid, None, name == "id", True, attnum=n)
+        for n, (name, (kind, oid)) in enumerate(kinds.items(), 1)
+    )
+    table = Table(9, "Shop", "Line Items", columns, ("id",), "d", None, (Leaf(9, "Shop", "Line Items"),), "r")
+    select = (
+        "SELECT i.`Ord er` AS order_no, count(*) AS n, sum(i.ratio) AS total, max(CAST(i.ratio AS STRING)) AS shown,"
+        " max(i.at) AS last FROM `Shop`.`Line Items` AS i GROUP BY 1"
+    )
+    lake = Lake(tmp_path, [ViewSettings("d w", "Per Order", select)], targets=[Target(table, "copy", "Line Items")])
+
+    def items(*given: tuple[str | None, ...]) -> Effect:
+        cells = zip(*given, strict=True)
+        arrays = {f"c{n}": pa.array(column, pa.large_string()) for n, column in enumerate(cells)}
+        return Effect(table.label, False, pa.table({"erased": pa.array([False] * len(given)), **arrays}))
+
+    lake.unit(items(("1", "x", "0.0", "2026-01-01 00:00:00"), ("2", None, "NaN", None), ("3", "x", "-0.0", None)))
+    lake.drain()
+    lake.unit(items(("1", "x", "-0.0", "2026-01-02 00:00:00"), ("4", None, "1.5", None)))
+    lake.drain()
+    found = spark.sql(f"SELECT order_no, n, shown FROM delta.`{lake.root}/d w/Per Order` ORDER BY ALL").collect()
+    assert [tuple(row) for row in found] == [(None, 2, "NaN"), ("x", 2, "-0.0")]
+    lake.verify()
