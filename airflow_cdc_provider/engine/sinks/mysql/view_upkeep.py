@@ -17,14 +17,14 @@ from airflow_cdc_provider.engine.sinks.mysql.types import column_types
 from airflow_cdc_provider.engine.sinks.mysql.view_record import end_version, record_work
 from airflow_cdc_provider.engine.sinks.mysql.view_rows import ViewRows, same
 from airflow_cdc_provider.engine.sinks.staged import Staged
-from airflow_cdc_provider.engine.sinks.transactional.view_upkeep import ViewUpkeep
+from airflow_cdc_provider.engine.sinks.transactional.view_upkeep import Images, ViewUpkeep
 from airflow_cdc_provider.engine.views.definition import Alias
 from airflow_cdc_provider.engine.views.version import ViewVersion
 
 _GIVEN_KEYS = 1000
 
 
-class MysqlViewUpkeep(ViewUpkeep):
+class MysqlViewUpkeep(ViewUpkeep[str]):
     """The upkeep of views in a transaction of a MySQL sink.
 
     :param targets: the recorded targets by label.
@@ -37,38 +37,22 @@ class MysqlViewUpkeep(ViewUpkeep):
         self._session = session
         self._pipeline = pipeline
         self._targets = targets
-        self._images: dict[str, _Images] = {}
 
     def note_before_reread(self, label: str, keys: Collection[tuple[str, ...]] | None) -> None:
         if keys is not None:
             super().note_before_reread(label, keys)
 
     def note_after_reread(self, label: str, keys: Collection[tuple[str, ...]] | None) -> None:
-        """Do nothing: keys without a row have an image too."""
+        if keys is not None:
+            super().note_after_reread(label, keys)
 
-    def _begin(self, label: str, columns: Sequence[str]) -> None:
-        self._images[label] = _Images(self._session, self._targets[label], columns, len(self._images))
+    def _begin(self, label: str, columns: Sequence[str]) -> Images[str]:
+        return _Images(self._session, self._targets[label], columns, len(self._images))
 
-    def _note_staged(self, staged: Staged) -> None:
-        self._images[staged.label].note_staged(staged)
-
-    def _note_rows(self, label: str, keys: Collection[tuple[str, ...]] | None) -> None:
-        self._images[label].note_rows(keys)
-
-    def _note_new(self, label: str, keys: Collection[tuple[str, ...]] | None) -> None:
-        """Do nothing, as :meth:`note_after_reread`."""
-
-    def _find_anchors(self, version: ViewVersion, labels: Collection[str]) -> int:
-        view = version.view
-        changed = {
-            label: self._images[label].changed(view.columns[label], f"cdc_changed_{version.number}_{n}")
-            for n, label in enumerate(sorted(labels))
-        }
-        ways = [self._way(version, alias, changed[alias.label]) for alias in view.aliases if alias.label in changed]
-        return self._rows_of(version).find(ways)
+    def _affected(self, version: ViewVersion) -> ViewRows:
+        return ViewRows(self._session, self._targets, version)
 
     def _way(self, version: ViewVersion, alias: Alias, changed: str) -> str:
-        """Return the query of the anchors that the changed rows of an alias reach."""
         view, columns = version.view, version.view.columns[alias.label]
         path = view.path(alias)
         joins = [f"FROM {changed} j0"]
@@ -83,15 +67,6 @@ class MysqlViewUpkeep(ViewUpkeep):
         anchor = (value(len(path) - 1, each.column) for each in view.anchor)
         return f"SELECT {', '.join(anchor)} {' '.join(joins)}"
 
-    def _rows_of(self, version: ViewVersion) -> ViewRows:
-        return ViewRows(self._session, self._targets, version)
-
-    def _recompute(self, version: ViewVersion) -> None:
-        self._rows_of(version).recompute()
-
-    def _queue(self, version: ViewVersion) -> None:
-        self._rows_of(version).queue()
-
     def _execute(self, statement: str) -> None:
         self._session.run(statement)
 
@@ -102,7 +77,7 @@ class MysqlViewUpkeep(ViewUpkeep):
         record_work(self._session, self._pipeline, version, behind, anchors, seconds)
 
 
-class _Images:
+class _Images(Images[str]):
     """The images of a table's rows.
 
     :param read: the columns that views read.
@@ -137,7 +112,6 @@ class _Images:
         return f"t.{self._key[0]} IS NOT NULL"
 
     def note_staged(self, staged: Staged) -> None:
-        """Note the rows with the keys of staged rows."""
         assert staged.relation is not None
         places = [column.name for column in self._target.table.columns]
         key = [f"s.c{places.index(name)}" for name in self._target.table.key]
@@ -164,11 +138,10 @@ class _Images:
             new = ", ".join(f"({place}, 0, {nothing})" for place in given[start : start + _GIVEN_KEYS])
             self._session.run(f"INSERT INTO {self._images} VALUES {new}")
 
-    def changed(self, read: Sequence[str], name: str) -> str:
-        """Create a table of the old and new images of rows that differ in some columns, ``r0`` … in their order.
+    def note_new(self, keys: Collection[tuple[str, ...]] | None) -> None:
+        """Do nothing: keys without a row have been noted, too."""
 
-        :returns: the table.
-        """
+    def changed(self, read: Sequence[str], name: str) -> str:
         table = quoted("airflow_cdc", name)
         old = [f"i.r{self._read.index(each)}" for each in read]
         new = [f"t.{quoted(each)}" for each in read]

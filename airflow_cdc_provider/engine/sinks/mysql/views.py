@@ -23,7 +23,6 @@ from airflow_cdc_provider.engine.sinks.mysql.view_record import (
 )
 from airflow_cdc_provider.engine.sinks.mysql.view_store import MysqlViewStore, analyze
 from airflow_cdc_provider.engine.sinks.mysql.view_upkeep import MysqlViewUpkeep
-from airflow_cdc_provider.engine.sinks.transactional.view_upkeep import ViewUpkeep
 from airflow_cdc_provider.engine.views.version import ViewVersion
 
 _SAME_INDEX = 1061
@@ -34,7 +33,7 @@ _DROP_SECONDS = 2.0
 class MysqlViews(MysqlReads):
     """The part of a MySQL sink that keeps views."""
 
-    def _upkeep(self, tx: Session) -> ViewUpkeep | None:
+    def _upkeep(self, tx: Session) -> MysqlViewUpkeep | None:
         if not has_views(tx):
             return None
         versions = read_versions(tx, self.pipeline)

@@ -77,15 +77,15 @@ class ViewRows:
 
     # -- finding -----------------------------------------------------------------------------------
 
-    def find(self, query: sql.Composable, unbuilt: bool = False) -> int:
-        """Keep the distinct anchors of a query; return their number.
+    def find(self, queries: Sequence[sql.Composable], unbuilt: bool = False) -> int:
+        """Keep the distinct anchors of some queries; return their number.
 
         :param unbuilt: whether to keep those whose rows are not built yet.
         """
         self._run(
             "CREATE TEMPORARY TABLE {anchors} ON COMMIT DROP AS SELECT DISTINCT * FROM ({query}) a WHERE {built}"
             " ORDER BY {anchor}",
-            query=query,
+            query=sql.SQL(" UNION ALL ").join(queries),
             anchor=listed(self._anchor("a")),
             built=sql.SQL("true") if unbuilt else self.built(self._anchor("a")),
         )
@@ -142,7 +142,7 @@ class ViewRows:
         left = bool(scalar(self._connection, sql.SQL("SELECT EXISTS (SELECT FROM {})").format(self._queue_table)))
         if not left:
             self._clear_queue()
-        self.find(sql.SQL("SELECT * FROM taken"))
+        self.find([sql.SQL("SELECT * FROM taken")])
         return left
 
     def _clear_queue(self) -> None:

@@ -19,7 +19,7 @@ from airflow_cdc_provider.engine.sinks.postgres.staging_tables import PostgresTa
 from airflow_cdc_provider.engine.sinks.postgres.view_record import end_version, record_work
 from airflow_cdc_provider.engine.sinks.postgres.view_rows import ViewRows, listed
 from airflow_cdc_provider.engine.sinks.staged import Staged
-from airflow_cdc_provider.engine.sinks.transactional.view_upkeep import ViewUpkeep
+from airflow_cdc_provider.engine.sinks.transactional.view_upkeep import Images, ViewUpkeep
 from airflow_cdc_provider.engine.views.definition import Alias
 from airflow_cdc_provider.engine.views.version import ViewVersion
 
@@ -35,7 +35,7 @@ table of a million rows as a whole to find 58,000 of them by key, which takes fo
 """
 
 
-class PostgresViewUpkeep(ViewUpkeep):
+class PostgresViewUpkeep(ViewUpkeep[sql.Composable]):
     """The upkeep of views in a transaction of a Postgres sink.
 
     :param targets: the recorded targets by label.
@@ -48,32 +48,14 @@ class PostgresViewUpkeep(ViewUpkeep):
         self._connection = connection
         self._pipeline = pipeline
         self._targets = targets
-        self._images: dict[str, _Images] = {}
 
-    def _begin(self, label: str, columns: Sequence[str]) -> None:
-        number = len(self._images)
-        self._images[label] = _Images(self._connection, self._targets[label], columns, number)
+    def _begin(self, label: str, columns: Sequence[str]) -> Images[sql.Composable]:
+        return _Images(self._connection, self._targets[label], columns, len(self._images))
 
-    def _note_staged(self, staged: Staged) -> None:
-        self._images[staged.label].note_staged(staged)
-
-    def _note_rows(self, label: str, keys: Collection[tuple[str, ...]] | None) -> None:
-        self._images[label].note_rows(keys)
-
-    def _note_new(self, label: str, keys: Collection[tuple[str, ...]] | None) -> None:
-        self._images[label].note_new(keys)
-
-    def _find_anchors(self, version: ViewVersion, labels: Collection[str]) -> int:
-        view = version.view
-        changed = {
-            label: self._images[label].changed(view.columns[label], f"cdc_changed_{version.number}_{n}")
-            for n, label in enumerate(sorted(labels))
-        }
-        ways = [self._way(version, alias, changed[alias.label]) for alias in view.aliases if alias.label in changed]
-        return self._rows_of(version).find(sql.SQL(" UNION ALL ").join(ways))
+    def _affected(self, version: ViewVersion) -> ViewRows:
+        return ViewRows(self._connection, self._targets, version)
 
     def _way(self, version: ViewVersion, alias: Alias, changed: sql.Composable) -> sql.Composable:
-        """Return the query of the anchors that the changed rows of an alias reach."""
         view, columns = version.view, version.view.columns[alias.label]
         path = view.path(alias)
         joins: list[sql.Composable] = [sql.SQL("FROM {} j0").format(changed)]
@@ -98,15 +80,6 @@ class PostgresViewUpkeep(ViewUpkeep):
         )
         return sql.SQL("SELECT {} {}").format(listed(anchor), sql.SQL(" ").join(joins))
 
-    def _rows_of(self, version: ViewVersion) -> ViewRows:
-        return ViewRows(self._connection, self._targets, version)
-
-    def _recompute(self, version: ViewVersion) -> None:
-        self._rows_of(version).recompute()
-
-    def _queue(self, version: ViewVersion) -> None:
-        self._rows_of(version).queue()
-
     def _execute(self, statement: str) -> None:
         rows(self._connection, statement)
 
@@ -117,7 +90,7 @@ class PostgresViewUpkeep(ViewUpkeep):
         record_work(self._connection, self._pipeline, version, behind, anchors, seconds)
 
 
-class _Images:
+class _Images(Images[sql.Composable]):
     """The images of a table's rows.
 
     :param read: the columns that views read.
@@ -174,7 +147,6 @@ class _Images:
         return sql.SQL("t.{} IS NOT NULL").format(sql.Identifier(self._target.table.key[0]))
 
     def note_rows(self, keys: Collection[tuple[str, ...]] | None) -> None:
-        """Note the rows with some keys, or all."""
         key, read = self._numbered("t", self._target.table.key, "k"), self._numbered("t", self._read, "r")
         found, match_ = self._given(keys)
         self._run(
@@ -191,7 +163,6 @@ class _Images:
         return sql.SQL("{} JOIN ").format(given), sql.SQL(" ON {}").format(self._statements.equal_to(values))
 
     def note_new(self, keys: Collection[tuple[str, ...]] | None) -> None:
-        """Note the rows that have no image yet; without a key, all rows."""
         if not self._target.table.key:
             self.note_rows(None)
             return
@@ -207,10 +178,6 @@ class _Images:
         )
 
     def changed(self, read: Sequence[str], name: str) -> sql.Composable:
-        """Create a table of the old and new images of rows that differ in some columns, ``r0`` … in their order.
-
-        :returns: the table.
-        """
         table = sql.Identifier("pg_temp", name)
         old = [sql.SQL(f"i.r{self._read.index(each)}") for each in read]
         if not self._target.table.key:

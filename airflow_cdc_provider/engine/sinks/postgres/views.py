@@ -17,7 +17,6 @@ from airflow_cdc_provider.engine.sinks.postgres.refused_values import of_sink
 from airflow_cdc_provider.engine.sinks.postgres.view_record import has_views, read_versions, remove_version
 from airflow_cdc_provider.engine.sinks.postgres.view_store import PostgresViewStore
 from airflow_cdc_provider.engine.sinks.postgres.view_upkeep import SETTINGS, PostgresViewUpkeep
-from airflow_cdc_provider.engine.sinks.transactional.view_upkeep import ViewUpkeep
 from airflow_cdc_provider.engine.views.explanation import ViewExplanation
 from airflow_cdc_provider.engine.views.fan_out import rows_per_change
 from airflow_cdc_provider.engine.views.recorded import RecordedViews
@@ -29,7 +28,7 @@ from airflow_cdc_provider.engine.views.version import ViewVersion
 class PostgresViews(PostgresReads):
     """The part of a Postgres sink that keeps views."""
 
-    def _upkeep(self, tx: Connection) -> ViewUpkeep | None:
+    def _upkeep(self, tx: Connection) -> PostgresViewUpkeep | None:
         if not has_views(tx):
             return None
         versions = read_versions(tx, self.pipeline)

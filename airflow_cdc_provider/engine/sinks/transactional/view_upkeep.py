@@ -22,15 +22,58 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
+from typing import Generic, Protocol, TypeVar
 
 from airflow_cdc_provider.engine.core.errors import ViewRefused
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.sinks.staged import Staged
+from airflow_cdc_provider.engine.views.definition import Alias
 from airflow_cdc_provider.engine.views.version import ViewVersion
 
+Query = TypeVar("Query")
+QueryIn = TypeVar("QueryIn", contravariant=True)
+"""A text of the store's SQL."""
 
-class ViewUpkeep(ABC):
+
+class Images(ABC, Generic[Query]):
+    """The images of a table's rows."""
+
+    @abstractmethod
+    def note_staged(self, staged: Staged) -> None:
+        """Note the images of the rows that a piece is about to change, and the keys that it adds."""
+
+    @abstractmethod
+    def note_rows(self, keys: Collection[tuple[str, ...]] | None) -> None:
+        """Note the images of the rows with some keys, or of all rows."""
+
+    @abstractmethod
+    def note_new(self, keys: Collection[tuple[str, ...]] | None) -> None:
+        """Note which rows have been added since the images were noted; without a key, all rows."""
+
+    @abstractmethod
+    def changed(self, read: Sequence[str], name: str) -> Query:
+        """Create a temporary table of the old and new images of rows that differ in some columns.
+
+        :param read: the columns, which the table has as ``r0`` … in their order.
+        :returns: the table.
+        """
+
+
+class Affected(Protocol[QueryIn]):
+    """The anchors of a version that a transaction affects, and their rows."""
+
+    def find(self, queries: Sequence[QueryIn]) -> int:
+        """Keep the distinct anchors of some queries whose rows are built; return their number."""
+
+    def recompute(self) -> None:
+        """Compute the rows of the found anchors, and write the differences."""
+
+    def queue(self) -> None:
+        """Put the found anchors into the version's queue."""
+
+
+class ViewUpkeep(ABC, Generic[Query]):
     """The upkeep of a pipeline's views in one transaction.
 
     :param versions: the versions in the record.
@@ -44,37 +87,21 @@ class ViewUpkeep(ABC):
             for label, columns in version.view.columns.items():
                 read.setdefault(label, set()).update(columns)
         self._read = {label: tuple(sorted(columns)) for label, columns in read.items()}
-        self._noted: set[str] = set()
+        self._images: dict[str, Images[Query]] = {}
 
     # -- provided by a store -----------------------------------------------------------------------
 
     @abstractmethod
-    def _begin(self, label: str, columns: Sequence[str]) -> None:
-        """Create a temporary table for images of a table's rows."""
+    def _begin(self, label: str, columns: Sequence[str]) -> Images[Query]:
+        """Return the images, none so far, of a table's rows in some columns."""
 
     @abstractmethod
-    def _note_staged(self, staged: Staged) -> None:
-        """Note the images of the rows that a piece is about to change, and the keys that it adds."""
+    def _affected(self, version: ViewVersion) -> Affected[Query]:
+        """Return the work on the affected anchors of a version."""
 
     @abstractmethod
-    def _note_rows(self, label: str, keys: Collection[tuple[str, ...]] | None) -> None:
-        """Note the images of the rows with some keys, or of all rows."""
-
-    @abstractmethod
-    def _note_new(self, label: str, keys: Collection[tuple[str, ...]] | None) -> None:
-        """Note which rows have been added since the images were noted."""
-
-    @abstractmethod
-    def _find_anchors(self, version: ViewVersion, labels: Collection[str]) -> int:
-        """Find the affected anchors whose rows are built; return their number."""
-
-    @abstractmethod
-    def _recompute(self, version: ViewVersion) -> None:
-        """Compute the rows of the found anchors, and write the differences."""
-
-    @abstractmethod
-    def _queue(self, version: ViewVersion) -> None:
-        """Put the found anchors into the version's queue."""
+    def _way(self, version: ViewVersion, alias: Alias, changed: Query) -> Query:
+        """Return the query of the anchors that changed rows of an alias reach, see :meth:`Images.changed`."""
 
     @abstractmethod
     def _execute(self, statement: str) -> None:
@@ -95,31 +122,30 @@ class ViewUpkeep(ABC):
 
     def note(self, staged: Staged) -> None:
         """Note the rows that a piece is about to change."""
-        if self._watches(staged.label):
-            if staged.truncate:
-                self._note_rows(staged.label, None)
-            if staged.relation is not None:
-                self._note_staged(staged)
+        images = self._images_of(staged.label)
+        if images is not None and staged.truncate:
+            images.note_rows(None)
+        if images is not None and staged.relation is not None:
+            images.note_staged(staged)
 
     def note_before_reread(self, label: str, keys: Collection[tuple[str, ...]] | None) -> None:
         """Note the rows that are about to be read again, all if ``None``."""
-        if self._watches(label):
-            self._note_rows(label, keys)
+        images = self._images_of(label)
+        if images is not None:
+            images.note_rows(keys)
 
     def note_after_reread(self, label: str, keys: Collection[tuple[str, ...]] | None) -> None:
         """Note the rows that have been read."""
-        if self._watches(label):
-            self._note_new(label, keys)
+        images = self._images_of(label)
+        if images is not None:
+            images.note_new(keys)
 
-    def _watches(self, label: str) -> bool:
-        """Return whether a view reads a table, and prepare to note its rows."""
+    def _images_of(self, label: str) -> Images[Query] | None:
+        """Return the images of a table's rows; ``None`` if no view reads it."""
         columns = self._read.get(label)
-        if columns is None:
-            return False
-        if label not in self._noted:
-            self._begin(label, columns)
-            self._noted.add(label)
-        return True
+        if columns is not None and label not in self._images:
+            self._images[label] = self._begin(label, columns)
+        return self._images.get(label)
 
     def settle(self, before: LogPosition) -> None:
         """Bring the views up to what the tables are now; queue what would take too long.
@@ -127,7 +153,7 @@ class ViewUpkeep(ABC):
         :param before: the applied LSN before this transaction.
         """
         for version in self._versions:
-            labels = self._noted & version.view.columns.keys()
+            labels = self._images.keys() & version.view.columns.keys()
             if labels and version.number == self._newest[version.view.label]:
                 self._settle(version, labels, before)
             elif labels:
@@ -147,15 +173,25 @@ class ViewUpkeep(ABC):
 
     def _settle(self, version: ViewVersion, labels: Collection[str], before: LogPosition) -> None:
         started = time.monotonic()
-        anchors = self._find_anchors(version, labels)
+        affected = self._affected(version)
+        anchors = affected.find(self._ways(version, labels))
         failpoint("after-view-anchors")
         if not anchors:
             return
         behind = version.behind
         if version.settings.refresh or anchors > version.settings.max_rows:
-            self._queue(version)
+            affected.queue()
             behind = before if behind is None else behind
         else:
-            self._recompute(version)
+            affected.recompute()
         failpoint("after-view-settled")
         self._record(version, behind, anchors, time.monotonic() - started)
+
+    def _ways(self, version: ViewVersion, labels: Collection[str]) -> list[Query]:
+        """Return the queries of the anchors that the changed rows of some tables reach."""
+        view = version.view
+        changed = {
+            label: self._images[label].changed(view.columns[label], f"cdc_changed_{version.number}_{n}")
+            for n, label in enumerate(sorted(labels))
+        }
+        return [self._way(version, alias, changed[alias.label]) for alias in view.aliases if alias.label in changed]
