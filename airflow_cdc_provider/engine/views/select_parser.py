@@ -18,7 +18,7 @@ from sqlglot.optimizer.normalize_identifiers import normalize_identifiers
 from airflow_cdc_provider.engine.core.errors import ConfigError, UnknownColumn
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.views.definition import Alias, AnchorColumn, Output, View
-from airflow_cdc_provider.engine.views.mysql_dialect import CommonMysql
+from airflow_cdc_provider.engine.views.dialects import DIALECTS
 from airflow_cdc_provider.engine.views.refusals import refuse_constructs
 from airflow_cdc_provider.engine.views.settings import ViewSettings
 
@@ -45,7 +45,7 @@ class _Parser:
         self._settings = settings
         self._tables = tables
         self._dialect = dialect
-        self._written = CommonMysql if dialect == "mysql" else dialect
+        self._grammar = DIALECTS[dialect]
         self._scope: dict[str, Table] = {}
         self._used: dict[str, set[str]] = {}
 
@@ -82,10 +82,10 @@ class _Parser:
         raise ConfigError(f"view {self._settings.label}: {what}", instead)
 
     def _sql(self, expression: exp.Expr) -> str:
-        return expression.sql(self._written, identify=True, comments=False)
+        return expression.sql(self._grammar, identify=True, comments=False)
 
     def _quote(self, name: str) -> str:
-        return exp.to_identifier(name, quoted=True).sql(self._dialect)
+        return exp.to_identifier(name, quoted=True).sql(self._grammar)
 
     def _clause(self, select: exp.Select, name: str) -> str:
         clause = select.args.get(name)
@@ -93,7 +93,7 @@ class _Parser:
 
     def _statement(self) -> exp.Select:
         try:
-            parsed = sqlglot.parse(self._settings.sql, read=self._dialect)
+            parsed = sqlglot.parse(self._settings.sql, read=self._grammar)
         except SqlglotError as e:
             self._refuse(f"its SQL cannot be parsed: {str(e).splitlines()[0]}", "Correct the SELECT.")
         statements = [each for each in parsed if each is not None and not isinstance(each, exp.Semicolon)]
@@ -101,7 +101,7 @@ class _Parser:
             union = bool(statements) and isinstance(statements[0], exp.SetOperation)
             kind = "set operations are" if union else "anything else is"
             self._refuse(f"it has to be one SELECT; {kind} not supported", "Write one SELECT, or several views.")
-        return normalize_identifiers(statements[0], dialect=self._dialect)
+        return normalize_identifiers(statements[0], dialect=self._grammar)
 
     # -- names -------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.core.errors import ConfigError, UnknownColumn
 from airflow_cdc_provider.engine.core.findings import Caution, Checks
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.sinks.delta.settings import DeltaSettings
@@ -62,7 +62,7 @@ def _view(sink: DeltaSink, targets: Sequence[Target], view: ViewSettings) -> str
     newest = next((each for each in reversed(definitions.versions()) if each.view.label == view.label), None)
     try:
         definitions.check()
-    except ConfigError as e:
+    except UnknownColumn as e:
         if newest is None or not newest.kept:
             raise
         # It may be meant for a change of a table that the stream has yet to follow.

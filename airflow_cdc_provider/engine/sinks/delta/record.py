@@ -115,11 +115,21 @@ class DeltaRecord(LakeRecord):
         return self.layout.known_as(schema, name)
 
     def _has(self, contents: Contents, target: Target) -> bool:
-        views = {self._known_as(view.view.schema, view.view.name) for view in views_of(contents)}
-        return self._known_as(target.schema, target.name) in views or super()._has(contents, target)
+        return self._known_as(target.schema, target.name) in self._names(contents)
+
+    def _names(self, contents: Contents) -> set[Hashable]:
+        """Return what identifies the tables and views of a record."""
+        tables = [(target.schema, target.name) for target in record_contents.targets_of(contents).values()]
+        views = [(view.view.schema, view.view.name) for view in views_of(contents)]
+        return {self._known_as(*name) for name in (*tables, *views)}
 
     def _require_apart(self, targets: Sequence[Target]) -> None:
-        require_apart(self.layout, targets)
+        require_apart(self.layout, targets, self.views)
+
+    @property
+    def application(self) -> str:
+        """Return the name under which tables record the numbers of commits."""
+        return f"{self.pipeline}/{self.identity()['store']}"
 
     def _refuse_older_history(self, table: DeltaTable, point: LogPosition) -> None:
         """Refuse a changelog with events after a point; new events would sort before events of an
@@ -164,7 +174,7 @@ class DeltaRecord(LakeRecord):
 
     def _carry_out(self, contents: Contents, step: Step) -> None:
         works = of_step(contents, step.work)
-        application = f"{self.pipeline}/{self.identity()['store']}"
+        application = self.application
 
         def is_open() -> bool:
             head = self._log.head()

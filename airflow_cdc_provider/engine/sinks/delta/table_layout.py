@@ -15,6 +15,7 @@ from airflow_cdc_provider.engine.postgres.typed_values import arrow_type
 from airflow_cdc_provider.engine.sinks.delta.staging_files import EVENT_COLUMNS
 from airflow_cdc_provider.engine.sinks.lake.paths import folder
 from airflow_cdc_provider.engine.sinks.lake.storage import Storage
+from airflow_cdc_provider.engine.views.settings import ViewSettings
 
 _SCHEMES = {"s3": "s3a", "gcs": "gs", "local": "file"}
 """Hadoop's names of schemes whose fsspec names differ."""
@@ -185,11 +186,19 @@ def is_reserved(layout: Layout, name: str) -> bool:
     return lower in _RESERVED or lower.startswith(_RESERVED_PREFIX) or (feeds and lower in _CHANGE_FEED)
 
 
-def require_apart(layout: Layout, targets: Sequence[Target]) -> None:
-    """Refuse tables that would be the same table in a catalog, which ignores the case of letters.
+def require_apart(layout: Layout, targets: Sequence[Target], views: Sequence[ViewSettings] = ()) -> None:
+    """Refuse tables and views that would be the same table; a catalog ignores the case of letters.
 
-    :raises ConfigError: naming two such tables.
+    :raises ConfigError: naming two of them.
     """
+    taken = {layout.known_as(target.schema, target.name): target.table.label for target in targets}
+    for view in views:
+        name = layout.known_as(view.schema, view.name)
+        if name in taken:
+            raise ConfigError(
+                f"view {view.label}: {taken[name]} has a table of this name in the sink", "Give the view another name."
+            )
+        taken[name] = f"view {view.label}"
     seen: dict[tuple[str, str], Target] = {}
     for target in targets if layout.catalog is not None else ():
         other = seen.setdefault(layout.known_as(target.schema, target.name), target)

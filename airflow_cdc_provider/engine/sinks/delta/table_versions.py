@@ -30,6 +30,7 @@ _GONE = (
     "PATH_NOT_FOUND",
     "DELTA_PATH_DOES_NOT_EXIST",
     "DELTA_MISSING_TRANSACTION_LOG",
+    "DELTA_UNSUPPORTED_TIME_TRAVEL_BEYOND_DELETED_FILE_RETENTION_DURATION",
 )
 _NAMED_FILES = 2000
 """Files up to which only those are looked up in a table's log."""
@@ -85,6 +86,14 @@ class TableVersions:
                 raise VersionGone(f"version {pin.version} is gone") from e
             raise
         return found
+
+    def number(self, pin: Pin, application: str) -> int | None:
+        """Return the number that an application's last write to a version has, see :func:`.number_next_write`.
+
+        :raises VersionGone: when it is gone.
+        """
+        found = self._snapshot(pin).transactions().get(application)
+        return int(found.get()) if found.isDefined() else None
 
     def rows(self, pin: Pin) -> DataFrame:
         """Return the rows of a version."""

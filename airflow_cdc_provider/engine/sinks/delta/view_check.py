@@ -5,7 +5,9 @@ It is analyzed over empty relations with the columns that the parser has found, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 import sqlglot
 from pyspark.sql import DataFrame, SparkSession
@@ -18,11 +20,17 @@ from airflow_cdc_provider.engine.sinks.delta.delta_table import has_log
 from airflow_cdc_provider.engine.sinks.delta.spark_errors import SPARK_ERRORS, examining_tables, first_line
 from airflow_cdc_provider.engine.sinks.delta.table_layout import Layout, Named, is_reserved, quoted, table_columns
 from airflow_cdc_provider.engine.views.definition import View
+from airflow_cdc_provider.engine.views.dialects import CommonSpark
 from airflow_cdc_provider.engine.views.select_parser import parse_view
 from airflow_cdc_provider.engine.views.settings import ViewSettings
 
 # Aggregates whose result depends on the order of the rows, which Spark does not promise.
-_UNORDERED = {"first", "first_value", "last", "last_value", "any_value", "collect_list", "collect_set", "mode"}
+_UNORDERED = {"first", "first_value", "last", "last_value", "any_value", "collect_list", "array_unique_agg", "mode"}
+# Texts of which Spark computes the moment when it plans the query, as its plan shows them; a column has a number.
+_MOMENTS = re.compile(
+    r"\b(?:cast|date|timestamp|(?:try_)?to_(?:date|timestamp)\w*)\(\s*(now|today|tomorrow|yesterday)\b(?!#)",
+    re.IGNORECASE,
+)
 _INCOMPARABLE = ("void", "map<", "variant", "interval")
 
 
@@ -32,6 +40,7 @@ def checked_view(spark: SparkSession, layout: Layout, settings: ViewSettings, ta
     :param targets: the targets by label.
     :raises ConfigError: when it cannot be maintained; says what to write instead.
     """
+    _check_texts(settings)
     view = parse_view(settings, {label: target.table for label, target in targets.items()}, "spark")
     relations = {label: f"cdc_probe_{n}" for n, label in enumerate(view.columns)}
     for label, columns in view.columns.items():
@@ -40,14 +49,20 @@ def checked_view(spark: SparkSession, layout: Layout, settings: ViewSettings, ta
         found = spark.sql(view.select(relations))
     except SPARK_ERRORS as e:
         raise ConfigError(f"view {view.label}: the sink refuses its SQL: {first_line(e)}", "Correct the SELECT.") from e
-    for function in sqlglot.parse_one(settings.sql, read="spark").find_all(exp.Func):
+    for function in sqlglot.parse_one(settings.sql, read=CommonSpark).find_all(exp.Func):
         name = (function.name if isinstance(function, exp.Anonymous) else function.sql_name()).lower()
         if name in _UNORDERED:
             raise ConfigError(
                 f"view {view.label}: the result of {name} depends on the order of the rows",
                 "Use min, max, or min_by and max_by with a column that distinguishes the rows.",
             )
-    if not found._jdf.queryExecution().analyzed().deterministic():
+    analyzed = found._jdf.queryExecution().analyzed()
+    if moment := _MOMENTS.search(analyzed.toString()):
+        raise ConfigError(
+            f"view {view.label}: {moment[1]!r} is a moment, which the sink would compute only once",
+            "Compare with the current time where the view is read.",
+        )
+    if not analyzed.deterministic():
         raise ConfigError(
             f"view {view.label}: it uses a random value, or another function whose result may change without a change"
             " of a row",
@@ -55,6 +70,17 @@ def checked_view(spark: SparkSession, layout: Layout, settings: ViewSettings, ta
         )
     _check_columns(view, layout, found.schema)
     return view
+
+
+def _check_texts(settings: ViewSettings) -> None:
+    """Refuse texts that the parser understands otherwise than Spark, for which two quotes in them are one."""
+    for one, other in pairwise(CommonSpark().tokenize(settings.sql)):
+        strings = one.token_type.name == other.token_type.name == "STRING"
+        if strings and other.start == one.end + 1 and settings.sql[other.start] == '"':
+            raise ConfigError(
+                f"view {settings.label}: {settings.sql[one.start : other.end + 1]} has two quotes in a text",
+                "Write the text in single quotes.",
+            )
 
 
 def _check_columns(view: View, layout: Layout, schema: StructType) -> None:

@@ -2,8 +2,8 @@
 
 The record tells these versions, so the comparison is exact while a stream runs. Rows are compared as bags. Sums of
 floating-point numbers depend on the order of the rows, so floating-point columns of a grouped view may differ by a
-relative error of 1e-9. After a crash, the table may have reached the next moment without a record of that; then it must
-equal the SELECT there.
+relative error of 1e-9. A step writes the table before the record says so; the number of the table's last write tells
+which moment it has.
 """
 
 from __future__ import annotations
@@ -25,41 +25,27 @@ from airflow_cdc_provider.engine.sinks.delta.view_record import DeltaView, Momen
 from airflow_cdc_provider.engine.sinks.delta.view_rows import ViewRows
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Contents, targets_of
 
-_STEP_SECONDS = 10.0
-"""Seconds that a step of a running stream is awaited; after that it was interrupted by a crash."""
-
 
 def compare_view(
-    spark: SparkSession, layout: Layout, contents: Callable[[], Contents], label: str
+    spark: SparkSession, layout: Layout, contents: Callable[[], Contents], application: str, label: str
 ) -> ViewResult | None:
     """Compare a view with its SELECT.
 
     :param contents: returns the present contents of the log.
+    :param application: the application under which the view's table records numbers of moments.
     :param label: the view's label.
-    :returns: ``None`` if the view is not recorded any more.
+    :returns: ``None`` if no recorded version can be compared: the view has been removed, or a table that it reads.
     :raises UnknownTable: if its table does not exist, or versions that it was computed from.
     """
     found: list[ViewResult | None] = []
 
     def compared() -> bool:
-        view = _recorded(contents(), label)
-        if view is None or view.reached is None:
-            found.append(None if view is None else ViewResult(label))
-            return True
-        if view.next is not None:
-            await_condition(lambda: _recorded(contents(), label) != view, _STEP_SECONDS)
-            now = _recorded(contents(), label)
-            if now != view:
-                return False
         try:
-            results = _compare(spark, layout, contents, view)
+            return _compare_once(spark, layout, contents, application, label, found)
         except SPARK_ERRORS as e:
             raise (_gone(label) if is_gone(e) else examination_failure(e)) from e
         except VersionGone as e:
             raise _gone(label) from e
-        if results is not None:
-            found.append(results)
-        return bool(found)
 
     if not await_condition(compared, PASS_TIMEOUT):
         raise _gone(label)
@@ -73,29 +59,40 @@ def _gone(label: str) -> UnknownTable:
     )
 
 
-def _recorded(contents: Contents, label: str) -> DeltaView | None:
-    """Return the version of a view that readers see if it is built, or the newest."""
-    versions = [view for view in views_of(contents) if view.view.label == label]
-    return next((view for view in reversed(versions) if view.reached is not None), versions[-1] if versions else None)
-
-
-def _compare(
-    spark: SparkSession, layout: Layout, contents: Callable[[], Contents], view: DeltaView
-) -> ViewResult | None:
-    """Compare with the moment that the view has reached, or has been about to reach.
-
-    :returns: ``None`` if the view has moved on meanwhile.
-    """
-    if not table_exists(lambda: spark, layout, view.view):
-        raise _gone(view.view.label)
-    table = TableVersions(spark, layout, view.view)
+def _compare_once(
+    spark: SparkSession,
+    layout: Layout,
+    contents: Callable[[], Contents],
+    application: str,
+    label: str,
+    found: list[ViewResult | None],
+) -> bool:
+    """Compare with the moment that the table has; return false if the record has changed meanwhile."""
+    recorded = contents()
+    versions = [view for view in views_of(recorded) if view.view.label == label]
+    targets = targets_of(recorded)
+    readable = [view for view in versions if view.view.columns.keys() <= targets.keys()]
+    if not readable:
+        found.append(None)
+        return True
+    if not any(view.reached for view in readable) and not table_exists(lambda: spark, layout, readable[-1].view):
+        found.append(ViewResult(label))
+        return True
+    if not table_exists(lambda: spark, layout, readable[-1].view):
+        raise _gone(label)
+    table = TableVersions(spark, layout, readable[-1].view)
     pin = table.current()
-    if _recorded(contents(), view.view.label) != view:
-        return None
-    stored = table.rows(pin)
-    rows = ViewRows(spark, layout, targets_of(contents()), view.view)
-    results = [_result(view, rows, moment, stored) for moment in (view.reached, view.next) if moment is not None]
-    return min(results, key=lambda result: result.difference_count)
+    number = table.number(pin, application)
+    if [view for view in views_of(contents()) if view.view.label == label] != versions:
+        return False
+    # A step writes the table before its end is recorded.
+    written = [(view, view.next) for view in readable if view.next is not None and view.next.number == number]
+    reached = [(view, view.reached) for view in reversed(readable) if view.reached is not None]
+    for view, moment in [*written, *reached][:1]:
+        found.append(_result(view, ViewRows(spark, layout, targets, view.view), moment, table.rows(pin)))
+        return True
+    found.append(ViewResult(label))
+    return True
 
 
 def _result(view: DeltaView, rows: ViewRows, moment: Moment, stored: DataFrame) -> ViewResult:
@@ -104,11 +101,9 @@ def _result(view: DeltaView, rows: ViewRows, moment: Moment, stored: DataFrame) 
     anchor = [columns[outputs.index(each.output)] for each in view.view.anchor]
     wanted = rows.at(moment)
     floats = {f"o{n}" for n, (_, kind) in enumerate(wanted.dtypes) if kind in ("float", "double")} - set(anchor)
-    apart = _apart(wanted.toDF(*columns), stored.select(*map(quoted, outputs)).toDF(*columns), columns, anchor)
-    if view.view.grouped and floats:
-        apart = _close(
-            wanted.toDF(*columns), stored.select(*map(quoted, outputs)).toDF(*columns), columns, anchor, floats
-        )
+    sides = wanted.toDF(*columns), stored.select(*map(quoted, outputs)).toDF(*columns)
+    close = view.view.grouped and floats
+    apart = _close(*sides, columns, anchor, floats) if close else _apart(*sides, columns, anchor)
     found = apart.persist()
     try:
         count = found.count()
@@ -143,16 +138,17 @@ def _apart(wanted: DataFrame, stored: DataFrame, columns: Sequence[str], anchor:
 def _close(
     wanted: DataFrame, stored: DataFrame, columns: Sequence[str], anchor: Sequence[str], floats: set[str]
 ) -> DataFrame:
-    """Return the anchors whose rows, at most one on each side, differ by more than a rounding error."""
+    """Return the anchors whose rows differ by more than a rounding error; more than one row on a side differs, too."""
     match = [f.col(f"a.{name}").eqNullSafe(f.col(f"b.{name}")) for name in anchor]
     both = wanted.withColumn("w", f.lit(1)).alias("a").join(stored.withColumn("s", f.lit(1)).alias("b"), match, "full")
-    equal = f.lit(True)
+    equal = f.col("w").isNotNull() & f.col("s").isNotNull()
     for name in columns:
         one, other = f.col(f"a.{name}"), f.col(f"b.{name}")
         same = one.eqNullSafe(other)
         if name in floats:
             largest = f.greatest(f.abs(one), f.abs(other))
-            same = same | f.coalesce(f.abs(one - other) <= largest * 1e-9, f.lit(False))
+            near = (f.abs(one - other) <= largest * 1e-9) & (largest < float("inf"))  # nothing is near infinity or NaN
+            same = same | f.coalesce(near, f.lit(False))
         equal = equal & same
     sides = both.select(
         *(f.coalesce(f.col(f"a.{name}"), f.col(f"b.{name}")).alias(name) for name in anchor),
@@ -160,10 +156,10 @@ def _close(
         f.coalesce("s", f.lit(0)).alias("s"),
         (~equal).alias("unequal"),
     )
-    return _summed(sides, anchor, f.col("unequal"))
+    return _summed(sides, anchor, f.col("unequal"), "differs OR pairs > 1")
 
 
-def _summed(sides: DataFrame, anchor: Sequence[str], differs: Column) -> DataFrame:
+def _summed(sides: DataFrame, anchor: Sequence[str], differs: Column, chosen: str = "differs") -> DataFrame:
+    counts = f.sum("w").alias("wanted"), f.sum("s").alias("stored"), f.count("*").alias("pairs")
     found = sides.withColumn("differs", differs).groupBy(*anchor)
-    summed = found.agg(f.sum("w").alias("wanted"), f.sum("s").alias("stored"), f.bool_or("differs").alias("differs"))
-    return summed.where("differs")
+    return found.agg(*counts, f.bool_or("differs").alias("differs")).where(chosen)

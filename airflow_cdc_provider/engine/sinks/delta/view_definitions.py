@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from pyspark.sql import SparkSession
 
-from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.table import Table
-from airflow_cdc_provider.engine.sinks.delta.table_layout import Layout
+from airflow_cdc_provider.engine.sinks.delta.table_layout import Layout, require_apart
 from airflow_cdc_provider.engine.sinks.delta.view_check import checked_view, table_exists
 from airflow_cdc_provider.engine.sinks.delta.view_record import DeltaView, changed, views_of
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Change, Contents, targets_of
@@ -57,23 +56,21 @@ class DeltaViewDefinitions(ViewDefinitions):
 
     def checked(self, settings: ViewSettings) -> View:
         """Parse a view, and let Spark analyze it."""
-        own = {self._layout.known_as(target.schema, target.name): label for label, target in self.targets.items()}
-        label = own.get(self._layout.known_as(settings.schema, settings.name))
-        if label is not None:
-            raise ConfigError(
-                f"view {settings.label}: {label} is copied into a table of this name", "Give the view another name."
-            )
+        require_apart(self._layout, list(self.targets.values()), self.views)
         return checked_view(self._spark(), self._layout, settings, self.targets)
 
     def exists(self, version: ViewVersion) -> bool:
-        """Return whether the table of a version's rows exists."""
-        return self.taken(version.settings)
+        """Return whether the table of a version's rows exists, or its first build has been begun."""
+        return self._found[version.number].reached is None or self._table_exists(version.settings)
 
     def taken(self, settings: ViewSettings) -> bool:
         """Return whether there is a table with the name of a view, which a first build may just have created."""
         own = [view for view in views_of(self._contents) if view.view.label == settings.label]
         if any(view.next for view in own) and not any(view.reached for view in own):
             return False
+        return self._table_exists(settings)
+
+    def _table_exists(self, settings: ViewSettings) -> bool:
         return table_exists(self._spark, self._layout, settings)
 
     def create_record(self) -> None:
@@ -91,9 +88,7 @@ class DeltaViewDefinitions(ViewDefinitions):
     def end(self, version: ViewVersion) -> None:
         """Let a version no longer move with the mirror; remove it if readers do not see it yet."""
         view = self._found[version.number]
-        if view.reached is not None:
-            self._found[version.number] = replace(view, kept=False, next=None, rebuild=False)
-        elif view.next is not None:
-            self._found[version.number] = replace(view, kept=False)  # its table may exist, which is ours
-        else:
+        if view.reached is None and view.next is None:
             del self._found[version.number]
+        else:  # a step that was begun may have written the table, with its number
+            self._found[version.number] = replace(view, kept=False)

@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 LEAST_SECONDS = 2.0
 """Seconds between steps of a view without ``refresh``: a step takes seconds, whatever it changes."""
 
+_MOST_REBUILDS = 3
+"""Rebuilds in a row for versions that are gone; then the error is not that."""
+
 _REFUSED = re.compile(r"SQLSTATE: 22")
 """Marks errors in values, such as a division by zero."""
 
@@ -75,6 +78,7 @@ class DeltaViewKeeper:
         self._now = now
         self._reconciled = False
         self._moved: dict[int, float] = {}
+        self._rebuilds: dict[int, int] = {}
         self._turn = 0
 
     def reconcile(self) -> None:
@@ -139,6 +143,7 @@ class DeltaViewKeeper:
         except (VersionGone, *SPARK_ERRORS) as e:
             self._recover(view, e)
             return
+        self._rebuilds.pop(view.number, None)
         failpoint("after-view-written")
         self._sink.record_view(self._epoch, view, anchors, self._now() - started)
         failpoint("after-view-moved")
@@ -158,11 +163,12 @@ class DeltaViewKeeper:
 
         The rebuild replaces whatever the step has or has not written.
         """
-        if isinstance(error, VersionGone) or is_gone(error):
+        rebuilds = self._rebuilds.get(view.number, 0) + 1
+        if (isinstance(error, VersionGone) or is_gone(error)) and rebuilds <= _MOST_REBUILDS:
+            self._rebuilds[view.number] = rebuilds
             log.warning("view %s is built again: %s", view.view.label, first_line(error))
-            again = self._sink.pin_view(self._epoch, view, rebuild=True)
-            if again is None or not view.rebuild or (view.next and again.next and view.next.pins != again.next.pins):
-                return
+            self._sink.pin_view(self._epoch, view, rebuild=True)
+            return
         if _REFUSED.search(str(error)) or is_refused_by_table(error):
             raise ViewRefused.by(view.view.label, first_line(error)) from error
         raise StreamFailed(

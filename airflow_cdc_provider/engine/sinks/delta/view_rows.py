@@ -61,10 +61,10 @@ class ViewRows:
             pin, target = moment.pins[label], self._targets.get(label)
             if pin is not None and target is not None:
                 rows = TableVersions(self._spark, self._layout, target).rows(pin).select(*map(quoted, columns))
-            elif target is not None:
+            elif target is not None and {*columns} <= {column.name for column in target.table.columns}:
                 rows = empty_relation(self._spark, target, columns)
             else:
-                raise VersionGone(f"{label} is no longer in the pipeline")
+                raise VersionGone(f"{label} no longer has the columns that the view reads")
             rows.createOrReplaceTempView(self._relations[label])
 
     def anchors(self, before: Moment, after: Moment) -> DataFrame | None:
@@ -79,7 +79,7 @@ class ViewRows:
             changed = changes[alias.label]
             if changed is not None:
                 changed.createOrReplaceTempView(_CHANGES)
-                found.append(self._spark.sql(self._reached(alias)))
+                found.append(self._spark.sql(self._walk(alias)))
         return reduce(DataFrame.union, found).distinct() if found else None
 
     def _changes(self, label: str, before: Moment, after: Moment) -> DataFrame | None:
@@ -106,14 +106,14 @@ class ViewRows:
             if kind in ("float", "double")
         ]
         found = counted.groupBy(*names, *texts).agg(f.sum("n").alias("n")).where("n <> 0").select(*names)
-        kept = _kept(found)
-        return None if kept.isEmpty() else kept
+        kept, count = _kept(found)
+        return kept if count else None
 
     @staticmethod
     def _numbered(rows: DataFrame, columns: Sequence[str]) -> DataFrame:
         return rows.select(*(f.col(quoted(name)).alias(f"r{n}") for n, name in enumerate(columns)))
 
-    def _reached(self, alias: Alias) -> str:
+    def _walk(self, alias: Alias) -> str:
         """Return the query of the anchors that the changed rows of an alias reach."""
         view, columns = self._view, self._view.columns[alias.label]
         path = view.path(alias)
@@ -138,7 +138,7 @@ class ViewRows:
         """
         rows, name = self.at(moment), self._layout.sql_name(self._view)
         exists = table_exists(lambda: self._spark, self._layout, self._view)
-        if exists and any(kind == "timestamp_ntz" for _, kind in rows.dtypes):
+        if exists and any("timestamp_ntz" in kind for _, kind in rows.dtypes):
             self._spark.sql(f"ALTER TABLE {name} SET TBLPROPERTIES ('delta.feature.timestampNtz' = 'supported')")
         if self._layout.catalog is not None:
             schema = f"{quoted(self._layout.catalog)}.{quoted(self._view.schema)}"
@@ -166,35 +166,38 @@ class ViewRows:
         found = self.anchors(before, after)
         if found is None:
             return 0
-        anchors = _kept(found)
-        count = anchors.count()
+        anchors, count = _kept(found)
         failpoint("before-view-written")
-        if count:
-            self._merge(*self._differences(anchors), after.number, application)
+        differences = self._differences(anchors) if count else None
+        if differences is not None:
+            self._merge(*differences, after.number, application)
         return count
 
-    def _differences(self, anchors: DataFrame) -> tuple[DataFrame, DataFrame]:
-        """Return the anchors whose rows differ from the table's, as outputs, and the rows that they should have."""
+    def _differences(self, anchors: DataFrame) -> tuple[DataFrame, DataFrame] | None:
+        """Return the anchors whose rows differ from the table's, as outputs, and the rows that they should have.
+
+        :returns: ``None`` if no rows differ.
+        """
         anchors.createOrReplaceTempView(_ANCHORS)
         root = quoted(self._view.root.name)
         equal = " AND ".join(
             f"{root}.{quoted(each.column)} <=> {_ANCHORS}.a{n}" for n, each in enumerate(self._view.anchor)
         )
-        wanted = _kept(self._spark.sql(self._view.select(self._relations, (_ANCHORS, equal))).toDF(*self._columns))
+        select = self._view.select(self._relations, (_ANCHORS, equal))
+        wanted, _ = _kept(self._spark.sql(select).toDF(*self._columns))
         own = " AND ".join(f"v.{quoted(name)} <=> a.a{n}" for n, name in enumerate(self._anchor))
         table = self._spark.table(self._layout.sql_name(self._view)).alias("v")
         stored = table.join(anchors.alias("a"), f.expr(own), "left_semi").select(*map(quoted, self._outputs))
         sides = wanted.withColumn("n", f.lit(1)).union(stored.toDF(*self._columns).withColumn("n", f.lit(-1)))
         bags = sides.groupBy(*self._columns).agg(f.sum("n").alias("n")).where("n <> 0")
-        return _kept(bags.select(*self._anchor_columns).distinct()), wanted
+        different, count = _kept(bags.select(*self._anchor_columns).distinct())
+        return (different, wanted) if count else None
 
     def _merge(self, different: DataFrame, wanted: DataFrame, number: int, application: str) -> None:
-        """Replace the rows of anchors by others, in one commit; without anchors there is nothing to commit.
+        """Replace the rows of anchors by others, in one commit.
 
         The source has a row for each anchor, which matches the rows to delete, and the new rows, which match none.
         """
-        if different.isEmpty():
-            return
         own = " AND ".join(f"w.{column} <=> d.{column}" for column in self._anchor_columns)
         rows = wanted.alias("w").join(different.alias("d"), f.expr(own), "left_semi")
         gone = different.select(
@@ -220,9 +223,10 @@ class ViewRows:
         retry_on_conflict(write)
 
 
-def _kept(rows: DataFrame) -> DataFrame:
-    """Compute rows that are read several times, and keep them on the executors.
+def _kept(rows: DataFrame) -> tuple[DataFrame, int]:
+    """Compute rows that are read several times, and keep them on the executors; return them and their number.
 
     What reads them is planned without the plan that computed them, which would take longer than a small step itself.
     """
-    return rows.localCheckpoint()
+    kept = rows.localCheckpoint(eager=False)
+    return kept, kept.count()  # one job, which also fills the checkpoint

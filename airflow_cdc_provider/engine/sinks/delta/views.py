@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql import SparkSession
 
 from airflow_cdc_provider.engine.core.chunk import Chunk
-from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.core.errors import ConfigError, ForeignTable
 from airflow_cdc_provider.engine.core.lsn import LogPosition, parse_lsn
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.sinks.delta.record import DeltaRecord
 from airflow_cdc_provider.engine.sinks.delta.spark_errors import examining_tables, session
 from airflow_cdc_provider.engine.sinks.delta.table_versions import TableVersions
+from airflow_cdc_provider.engine.sinks.delta.table_work import is_made
+from airflow_cdc_provider.engine.sinks.delta.view_check import table_exists
 from airflow_cdc_provider.engine.sinks.delta.view_record import (
     DeltaView,
     Pin,
@@ -54,6 +56,9 @@ class DeltaViews(DeltaRecord):
         """Return a session for views, in which timestamps are written as UTC."""
         spark = session(dict(self.conf))
         spark.conf.set("spark.sql.session.timeZone", "UTC")
+        # Otherwise Delta refuses to read an old version, such as a pinned one of a table that has just changed after a
+        # week, although its files exist.
+        spark.conf.set("spark.databricks.delta.vacuum.enforceTimeTravelWithinDeletedFileRetentionDuration", "false")
         return spark
 
     # -- definitions ---------------------------------------------------------------------------------
@@ -79,6 +84,7 @@ class DeltaViews(DeltaRecord):
     ) -> None:
         """Create the commit record, and create or accept targets, after a check of the views."""
         if self.views and self._current() is None:
+            self._refuse_others_names()
             self.view_definitions({}, {target.table.label: target for target in targets}).check()
         super().prepare(targets, chunks, identity, start, ours, rehearsal)
 
@@ -110,7 +116,7 @@ class DeltaViews(DeltaRecord):
             definitions.end_over(labels)
             return Commit(record_contents.forgotten(contents, labels) + definitions.change)
 
-        if not views_of(self._current() or {}):
+        if not views_of(self.view_contents()):
             super().forget(epoch, labels)
         elif labels:
             self._append(epoch, "tables forgotten", decide)
@@ -122,12 +128,29 @@ class DeltaViews(DeltaRecord):
         :raises Fenced: when another run has the epoch.
         """
 
+        self._refuse_others_names()
+
         def decide(contents: Contents) -> Commit | None:
             definitions = self.view_definitions(contents)
             definitions.reconcile()
             return Commit(definitions.change) if definitions.change != Change() else None
 
         self._append(epoch, "views reconciled", decide)
+
+    def _refuse_others_names(self) -> None:
+        """Refuse views whose tables, existing or not, belong to other pipelines.
+
+        :raises ForeignTable: naming one.
+        """
+        others = list(self._others()) if self.views else []
+        for settings in self.views:
+            for pipeline, contents in others:
+                if self._known_as(settings.schema, settings.name) in self._names(contents):
+                    raise ForeignTable(
+                        f"view {settings.label}: the table of this name belongs to pipeline {pipeline!r}",
+                        "Give the view another name. Or, if the other pipeline is not needed anymore, run `airflow-cdc"
+                        " drop` with its file, then try again.",
+                    )
 
     # -- steps ---------------------------------------------------------------------------------------
 
@@ -148,15 +171,11 @@ class DeltaViews(DeltaRecord):
         """
         return self._contents(epoch)
 
-    @property
-    def application(self) -> str:
-        """Return the name under which tables record the numbers of commits."""
-        return f"{self.pipeline}/{self.identity()['store']}"
-
     def pin_view(self, epoch: int, view: DeltaView, rebuild: bool) -> DeltaView | None:
         """Decide to bring a view to the present moment; return ``None`` if it has changed meanwhile.
 
         :param rebuild: whether all rows are to be computed.
+        :raises TargetConflict: when a table that it reads has been dropped.
         """
         chosen: list[DeltaView] = []
 
@@ -182,7 +201,9 @@ class DeltaViews(DeltaRecord):
                         f"view {view.view.label} reads {label}, which is no longer in the pipeline",
                         "Change the `sql` of the view in the pipeline file, or remove it; then start again.",
                     )
-                there = self._found(targets[label]) is not None
+                if is_made(contents, label):
+                    self._require_there(targets[label])
+                there = table_exists(lambda: spark, self.layout, targets[label])
                 found[label] = TableVersions(spark, self.layout, targets[label]).current() if there else None
         return found
 
@@ -211,12 +232,12 @@ class DeltaViews(DeltaRecord):
 
     def view_versions(self) -> list[ViewVersion]:
         """Return the recorded versions of the views."""
-        contents = self._current() or {}
+        contents = self.view_contents()
         return [view.version(contents) for view in views_of(contents)]
 
     def recorded_views(self) -> RecordedViews | None:
         """Return the views in the commit record; ``None`` if there are none."""
-        contents = self._current() or {}
+        contents = self.view_contents()
         versions = [view.version(contents) for view in views_of(contents)]
         return RecordedViews(parse_lsn(contents["head"]["applied"]), versions, {}) if versions else None
 
@@ -224,8 +245,8 @@ class DeltaViews(DeltaRecord):
         """Compare the rows of each view with its SELECT at the moment that it has reached."""
         from airflow_cdc_provider.engine.sinks.delta.view_comparison import compare_view
 
-        for label in dict.fromkeys(view.view.label for view in views_of(self._current() or {})):
-            result = compare_view(self.spark(), self.layout, self.view_contents, label)
+        for label in dict.fromkeys(view.view.label for view in views_of(self.view_contents())):
+            result = compare_view(self.spark(), self.layout, self.view_contents, self.application, label)
             if result is not None:
                 yield result
 
@@ -247,14 +268,8 @@ class DeltaViews(DeltaRecord):
     def drop_views(self) -> list[str]:
         """Drop the tables and the records of views that the file no longer has; return their labels."""
         kept = {settings.label for settings in self.views}
-        gone = {each.view.label: each.view for each in views_of(self._current() or {}) if each.view.label not in kept}
-        begun = {each.view.label for each in views_of(self._current() or {}) if each.reached or each.next}
-        for label, view in gone.items():
-            if label in begun:
-                if self.layout.catalog is None:
-                    self.layout.place(view).remove()
-                else:
-                    self.spark().sql(f"DROP TABLE IF EXISTS {self.layout.sql_name(view)}")
+        gone = [each for each in views_of(self.view_contents()) if each.view.label not in kept]
+        begun = {each.view.label: each.view for each in gone if each.reached or each.next}
 
         def decide(contents: Contents) -> Commit | None:
             change = changed(contents, [each for each in views_of(contents) if each.view.label in kept])
@@ -262,4 +277,9 @@ class DeltaViews(DeltaRecord):
 
         if gone:
             self.append_without_epoch("views dropped", decide)
-        return list(gone)
+        for view in begun.values():  # only now, because a step of a running job would build a dropped table again
+            if self.layout.catalog is None:
+                self.layout.place(view).remove()
+            else:
+                self.spark().sql(f"DROP TABLE IF EXISTS {self.layout.sql_name(view)}")
+        return list(dict.fromkeys(each.view.label for each in gone))

@@ -20,7 +20,7 @@ from airflow_cdc_provider.engine.sinks.mysql.session import Session, quoted
 from airflow_cdc_provider.engine.sinks.mysql.session_errors import is_retryable, server_message
 from airflow_cdc_provider.engine.sinks.mysql.view_definition import ViewColumn, probed, quoted_tables
 from airflow_cdc_provider.engine.views.definition import View
-from airflow_cdc_provider.engine.views.mysql_dialect import CommonMysql
+from airflow_cdc_provider.engine.views.dialects import CommonMysql
 from airflow_cdc_provider.engine.views.select_parser import parse_view
 from airflow_cdc_provider.engine.views.settings import ViewSettings
 

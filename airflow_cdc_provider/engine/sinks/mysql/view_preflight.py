@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 
-from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.core.errors import UnknownColumn
 from airflow_cdc_provider.engine.core.findings import Caution, Checks
 from airflow_cdc_provider.engine.core.lsn import LOG_START
 from airflow_cdc_provider.engine.core.record import Target
@@ -52,7 +52,7 @@ def _view(sink: Session, pipeline: str, targets: Sequence[Target], view: ViewSet
         if not sink.exists("airflow_cdc", "tables") or not all(sink.exists(each.schema, each.name) for each in used):
             return f"View {view.label} can be parsed. The sink checks it when its tables exist."
         store.check()
-    except ConfigError as e:
+    except UnknownColumn as e:
         if newest is None or not newest.kept:
             raise
         # It may be meant for a change of a table that the stream has yet to follow.

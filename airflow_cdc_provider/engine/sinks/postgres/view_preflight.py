@@ -11,7 +11,7 @@ from functools import partial
 
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine.core.errors import ConfigError, MissingPrivilege
+from airflow_cdc_provider.engine.core.errors import ConfigError, MissingPrivilege, UnknownColumn
 from airflow_cdc_provider.engine.core.findings import Caution, Checks
 from airflow_cdc_provider.engine.core.lsn import LOG_START
 from airflow_cdc_provider.engine.core.record import Target
@@ -90,7 +90,7 @@ def _view(
             parsed = store.parse(view, {label: target.table for label, target in by_label.items()})
             _create_missing(sink, settings, pipeline, [by_label[label] for label in parsed.columns])
             store.check()
-        except ConfigError as e:
+        except UnknownColumn as e:
             if newest is None or not newest.kept:
                 raise
             # It may be meant for a change of a table that the stream has yet to follow.
