@@ -107,8 +107,8 @@ kafka: $(INSTALLED) java
 # The systems that the benchmarks compare with and that have tests.
 .PHONY: peers
 peers: $(INSTALLED) java
-	@echo "Fetching the jars of Debezium, if they are missing."; $(BIN)/python -m benchmarks.peers || \
-		echo "Tests of the benchmarks with Debezium and Spark's JDBC are skipped: they need Maven Central and a JDK." >&2
+	@echo "Fetching the jars of Debezium and Flink, if they are missing."; $(BIN)/python -m benchmarks.peers || \
+		echo "Tests of the benchmarks with Debezium, Flink and Spark's JDBC are skipped: they need Maven Central and a JDK." >&2
 
 .PHONY: all-test-tools
 all-test-tools: $(INSTALLED) java postgres mariadb chromium jars hdfs kafka

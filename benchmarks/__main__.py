@@ -17,7 +17,20 @@ from pathlib import Path
 from typing import Any
 
 from airflow_cdc_provider.engine.core.errors import CdcError
-from benchmarks import floor, kafka, latency, parsing, scaling, snapshot, soak, startup, sustained, throughput, views
+from benchmarks import (
+    floor,
+    joins,
+    kafka,
+    latency,
+    parsing,
+    scaling,
+    snapshot,
+    soak,
+    startup,
+    sustained,
+    throughput,
+    views,
+)
 from benchmarks.report import Finding, Series, WrongResult, as_json, as_text, describe_machine
 from benchmarks.shapes import Shape
 from local_servers.postgres import find_binaries
@@ -63,6 +76,7 @@ CASES = {
         lambda options, _: kafka.measure(options.rows, options.repeat), "pipelines with topics at either end"
     ),
     views.VIEWS: Case(lambda options, _: views.measure(options.rows, options.repeat), "cost of a wide table as a view"),
+    joins.JOINS: Case(lambda options, _: joins.measure(options.rows, options.repeat), "wide tables by other means"),
     soak.SOAK: Case(
         lambda options, _: soak.measure(options.seconds or 600, options.rate),
         "memory and retained log, checked against bounds",

@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks import plots
 from benchmarks.floor import FLOOR, WHOLE
+from benchmarks.joins import JOINS
 from benchmarks.latency import LATENCY, SHOWN
 from benchmarks.processes import ENGINE, KINDS
 from benchmarks.scaling import SCALING
@@ -195,6 +196,31 @@ def _views(found: Mapping[str, Any]) -> str:
     return f"{text}\n\n{cases}\n\n{single}"
 
 
+def _joins(found: Mapping[str, Any]) -> str:
+    upkeep = _table(
+        ["the wide table by", "seconds a unit"],
+        [[f"`{name}`", _spread(each, 2)] for name, each in found["upkeep_seconds_a_unit"].items()],
+    )
+    shown = {
+        "copied (s)": "copied_seconds",
+        "changes/s": "changes_per_second",
+        "recovered (s)": "recovered_seconds",
+        "until it reads (s)": "connected_seconds",
+        "rows left wrong": "wrong_rows",
+        "state (MiB)": "state_mib",
+    }
+    followed = _table(
+        ["", *shown],
+        [
+            [name, *(_spread(each[key], int(key.endswith(("_seconds", "_mib")))) for key in shown.values())]
+            for name, each in found["followed"].items()
+        ],
+    )
+    left_out = "".join(f"{text}.\n\n" for text in found["left_out"])
+    plain = _spread(found["plain_seconds_a_unit"], 2)
+    return f"{left_out}A unit without the wide table takes {plain} s as SQL.\n\n{upkeep}\n\n{followed}"
+
+
 def _soak(found: Mapping[str, Any]) -> str:
     steady = found["samples"][len(found["samples"]) // 2 :]
     body = []
@@ -222,6 +248,7 @@ TABLES: Mapping[str, Callable[[Any], str]] = {
     SCALING: _scaling,
     STARTUP: _startup,
     VIEWS: _views,
+    JOINS: _joins,
     SOAK: _soak,
     "parsing": _parsing,
 }

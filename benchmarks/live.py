@@ -61,25 +61,11 @@ class Live:
 
         :raises WrongResult: if it fails.
         """
-        script, log = Path(sys.executable).with_name("airflow-cdc"), self.file.with_name("stream.log")
-        with log.open("wb") as output:
-            command = subprocess.Popen(
-                [str(script), "stream", "--pipeline", str(self.file)],
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        try:
+        with started(self.file, "stream") as command:
             yield command
             self.check_running(command)
             command.terminate()
             check(0, command.wait(CATCH_UP_SECONDS), "exit code of the stream")
-        except WrongResult:
-            print(log.read_text(errors="replace")[-4000:], file=sys.stderr)
-            raise
-        finally:
-            _end_session(command.pid)
-            command.wait()
 
     def check_running(self, command: subprocess.Popen[bytes]) -> None:
         """Raise an error if the stream has ended."""
@@ -101,6 +87,28 @@ class Live:
     def meter(self, command: subprocess.Popen[bytes]) -> Meter:
         """Return a meter of the CPU time of the stream and both servers."""
         return Meter(command.pid, self.source, self.target)
+
+
+@contextmanager
+def started(file: Path, name: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command in a process, and kill all of its processes at the end.
+
+    :param file: the pipeline file.
+    :param name: name of the command.
+    """
+    script, log = Path(sys.executable).with_name("airflow-cdc"), file.with_name(f"{name}.log")
+    with log.open("wb") as output:
+        command = subprocess.Popen(
+            [str(script), name, "--pipeline", str(file)], stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        yield command
+    except WrongResult:
+        print(log.read_text(errors="replace")[-4000:], file=sys.stderr)
+        raise
+    finally:
+        _end_session(command.pid)
+        command.wait()
 
 
 @contextmanager

@@ -36,6 +36,7 @@ RUNS = {
     "scaling": "scaling",
     "startup": "startup",
     "views": "views --rows 1000000",
+    "joins": "joins --rows 1000000",
     "parsing": "parsing --repeat 5",
     "soak": "soak",
 }

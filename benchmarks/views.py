@@ -31,28 +31,15 @@ from airflow_cdc_provider.engine.runs.run import run_part
 from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob
 from benchmarks.backlog import walsender_start
 from benchmarks.lab import Lab, create_database, drop_database, execute, laboratory, query
+from benchmarks.orders import SELECT, TABLES, UNITS, Unit
+from benchmarks.orders import fill as rows_of
 from benchmarks.report import check, spread, tell
 
 VIEWS = "views"
-ORDERS = 1_000_000
-UNITS = 10
 FAN_OUT = (1, 100, 10_000, 1_000_000)
 
-_UPDATED, _RENAMED, _RETITLED = 58_000, 200, 20
-"""Orders, customers and products that a unit changes."""
-_PER_CUSTOMER, _PER_PRODUCT = 20, 50
 _SECONDS = 600.0
 _POLL_SECONDS = 0.02
-_TABLES = (
-    "CREATE TABLE public.customers (id bigint PRIMARY KEY, name text, city text)",
-    "CREATE TABLE public.products (id bigint PRIMARY KEY, title text)",
-    "CREATE TABLE public.orders (id bigint PRIMARY KEY, customer_id bigint, product_id bigint, qty bigint,"
-    " price numeric, status text)",
-)
-_SELECT = (
-    "SELECT o.id, o.status, o.qty * o.price AS amount, c.name, c.city, p.title FROM public.orders o"
-    " JOIN public.customers c ON c.id = o.customer_id LEFT JOIN public.products p ON p.id = o.product_id"
-)
 
 
 @dataclass(frozen=True)
@@ -145,8 +132,8 @@ def measure(orders: int, repeat: int) -> Views:
     :raises WrongResult: if a view differs from its SELECT.
     """
     with laboratory() as lab:
-        _drain(lab, "warm", orders // 10, _Unit.of(orders // 10), False)  # so that the session has run all of the code
-        unit, fewer = _Unit.of(orders), _Unit.of(orders // 10)
+        _drain(lab, "warm", orders // 10, Unit.of(orders // 10), False)  # so that the session has run all of the code
+        unit, fewer = Unit.of(orders), Unit.of(orders // 10)
         mirror, view, large, small, upkeep, refresh = [], [], [], [], [], []
         for i in range(repeat):
             mirror.append(_drain(lab, f"mirror{i}", orders, unit, False).seconds)
@@ -171,63 +158,20 @@ def measure(orders: int, repeat: int) -> Views:
 
 
 @dataclass(frozen=True)
-class _Unit:
-    """The numbers of rows that a unit changes."""
-
-    orders: int
-    customers: int
-    products: int
-
-    @classmethod
-    def of(cls, orders: int) -> _Unit:
-        return cls(*(max(1, n * orders // ORDERS) for n in (_UPDATED, _RENAMED, _RETITLED)))
-
-    @property
-    def changes(self) -> int:
-        return self.orders + self.customers + self.products
-
-    def statements(self, number: int, total: int) -> list[str]:
-        """Return the statements of a unit, whose orders are spread over the table."""
-        step, first = total // self.orders, number % max(1, total // self.orders)
-        return [
-            f"UPDATE public.orders SET qty = qty + 1, status = 'changed {number}' WHERE id % {step} = {first}"
-            f" AND id <= {step * self.orders}",
-            f"UPDATE public.customers SET city = 'moved {number}' WHERE id % 7 = {number % 7}"
-            f" AND id <= {7 * self.customers}",
-            f"UPDATE public.products SET title = 'title {number}' WHERE id % 7 = {number % 7}"
-            f" AND id <= {7 * self.products}",
-        ]
-
-
-@dataclass(frozen=True)
 class _Drained:
     seconds: float
     upkeep: float = 0.0
     refresh: float = 0.0
 
 
-def _fill(orders: int) -> list[str]:
-    customers, products = max(orders // _PER_CUSTOMER, 1), max(orders // _PER_PRODUCT, 1)
-    return [
-        "INSERT INTO public.customers SELECT n, 'name ' || n, 'city ' || n % 100"
-        f" FROM generate_series(1, {customers}) n",
-        f"INSERT INTO public.products SELECT n, 'title ' || n FROM generate_series(1, {products}) n",
-        f"INSERT INTO public.orders SELECT n, 1 + hashint8(n)::bigint & 2147483647 % {customers},"
-        f" 1 + n % {products}, n % 5, 9.99, 'new' FROM generate_series(1, {orders}) n",
-        f"UPDATE public.orders SET customer_id = 1 + (hashint8(id)::bigint & 2147483647) % {customers}",
-        "VACUUM FULL ANALYZE public.orders",
-        "ANALYZE",
-    ]
-
-
 def _pipeline(lab: Lab, name: str, view: bool, fill: list[str]) -> Pipeline:
     """Provision a pipeline from and to databases of this name, whose mirror has the rows already."""
     for server in (lab.source, lab.target):
         create_database(server, name)
-    execute(lab.source.dsn(name), *_TABLES, *fill)
+    execute(lab.source.dsn(name), *TABLES, *fill)
     sink: dict[str, Any] = {"dsn": lab.target.dsn(name)}
     if view:
-        sink["views"] = {"dwd.wide": {"sql": _SELECT}}
+        sink["views"] = {"dwd.wide": {"sql": SELECT}}
     pipeline = replace(lab.pipeline(name, name, sink), snapshot=SnapshotSettings(mode="never"))
     commands.provision(pipeline)
     execute(lab.target.dsn(name), *fill)
@@ -242,14 +186,14 @@ def _discard(lab: Lab, pipeline: Pipeline) -> None:
 
 def _check_view(lab: Lab, name: str) -> None:
     """Compare the view with its SELECT."""
-    for one, other in ((_SELECT, "TABLE dwd.wide"), ("TABLE dwd.wide", _SELECT)):
+    for one, other in ((SELECT, "TABLE dwd.wide"), ("TABLE dwd.wide", SELECT)):
         wrong = query(lab.target.dsn(name), f"SELECT count(*) FROM ({one} EXCEPT ALL {other}) AS different")
         check((0,), wrong, f"{VIEWS}: rows in which the view differs")
 
 
-def _drain(lab: Lab, name: str, orders: int, unit: _Unit, view: bool) -> _Drained:
+def _drain(lab: Lab, name: str, orders: int, unit: Unit, view: bool) -> _Drained:
     """Drain a backlog into a mirror, with or without the view."""
-    pipeline = _pipeline(lab, name, view, _fill(orders))
+    pipeline = _pipeline(lab, name, view, rows_of(orders))
     source, target = lab.source.dsn(name), lab.target.dsn(name)
     with connected(source) as connection:
         _follow(lab, pipeline, emit_marker(connection, "begin"))  # builds the view
@@ -264,7 +208,7 @@ def _drain(lab: Lab, name: str, orders: int, unit: _Unit, view: bool) -> _Draine
     if view:
         _check_view(lab, name)
         upkeep = float(str(query(target, "SELECT seconds / greatest(units, 1) FROM airflow_cdc.views")[0]))
-        execute(target, f"CREATE MATERIALIZED VIEW public.peer AS {_SELECT}")
+        execute(target, f"CREATE MATERIALIZED VIEW public.peer AS {SELECT}")
         began = time.monotonic()
         execute(target, "REFRESH MATERIALIZED VIEW public.peer")
         refresh = time.monotonic() - began

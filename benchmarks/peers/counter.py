@@ -61,6 +61,19 @@ def class_path(name: str, packages: Sequence[str]) -> str:
     return ":".join(map(str, sorted(jars, key=lambda jar: not jar.name.startswith(f"{group}_"))))
 
 
+def compiled(lab: Lab, program: str, jars: str) -> Path:
+    """Return the folder with the classes of a program, which is compiled unless it has been.
+
+    :param program: name of its class.
+    :param jars: its class path.
+    """
+    classes = lab.directory / "classes" / program
+    if not classes.exists():
+        source = Path(__file__).with_name(f"{program}.java")
+        subprocess.run(["javac", "-nowarn", "-cp", jars, "-d", str(classes), str(source)], check=True)
+    return classes
+
+
 @contextmanager
 def counting(
     lab: Lab, program: str, jars: str, properties: Mapping[str, str], *arguments: str, options: Sequence[str] = ()
@@ -73,10 +86,7 @@ def counting(
     :param arguments: all further arguments.
     :param options: options of the JVM.
     """
-    classes = lab.directory / "classes" / program
-    if not classes.exists():
-        source = Path(__file__).with_name(f"{program}.java")
-        subprocess.run(["javac", "-nowarn", "-cp", jars, "-d", str(classes), str(source)], check=True)
+    classes = compiled(lab, program, jars)
     path, log = classes / "properties", classes / "log"
     path.write_text("".join(f"{name}={value}\n" for name, value in properties.items()).replace("\\", "\\\\"))
     command = ["java", *options, "-cp", f"{classes}:{jars}", program, str(path), *arguments]

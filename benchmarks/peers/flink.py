@@ -22,7 +22,7 @@ _PACKAGES = (
     f"org.apache.flink:flink-table-api-java-bridge:{_FLINK_VERSION}",
 )
 # Its serializers access classes that the JDK has since encapsulated.
-_OPTIONS = tuple(f"--add-opens=java.base/{package}=ALL-UNNAMED" for package in ("java.lang", "java.util", "java.time"))
+OPTIONS = tuple(f"--add-opens=java.base/{package}=ALL-UNNAMED" for package in ("java.lang", "java.util", "java.time"))
 
 
 def drain(backlog: Backlog) -> float:
@@ -39,7 +39,7 @@ def drain(backlog: Backlog) -> float:
             "publication": PUBLICATION,
         }
         wanted = str(backlog.changes)
-        with counting(backlog.lab, "FlinkCounter", jars, properties, wanted, options=_OPTIONS) as counter:
+        with counting(backlog.lab, "FlinkCounter", jars, properties, wanted, options=OPTIONS) as counter:
             counter.line()
             found = counter.line()
             seconds = time.time() - walsender_start(backlog.dsn, slot)

@@ -12,6 +12,7 @@ from airflow_cdc_provider.engine.sources.kafka.settings import PACKAGE as TOPICS
 from benchmarks.lab import JDBC
 from benchmarks.peers.debezium import _PACKAGES as DEBEZIUM
 from benchmarks.peers.flink import _PACKAGES as FLINK
+from benchmarks.peers.flink_join import _PACKAGES as FLINK_SQL
 from local_servers import jars
 from local_servers.jars import SUMS, JarsMissing, fetch, require_known
 from local_servers.kafka import PACKAGE as KAFKA
@@ -50,7 +51,7 @@ def test_what_is_resolved_is_checked(tmp_path: Path, one: Path, monkeypatch: pyt
     assert fetch("g:a:1", tmp_path) == [one]
 
 
-@pytest.mark.parametrize("package", [KAFKA, DELTA, TOPICS, JDBC, *DEBEZIUM, *FLINK])
+@pytest.mark.parametrize("package", [KAFKA, DELTA, TOPICS, JDBC, *DEBEZIUM, *FLINK, *FLINK_SQL])
 def test_the_sum_of_each_package_is_known(package: str) -> None:
     group, artifact, version = package.split(":")
     assert f"  {group}_{artifact}-{version}.jar\n" in SUMS.read_text()

@@ -14,11 +14,14 @@ import pytest
 
 from benchmarks import docs, suite
 from benchmarks.__main__ import CASES, main
+from benchmarks.peers import flink_join
+from benchmarks.peers.counter import JdkMissing
 from benchmarks.processes import KINDS
 from benchmarks.report import Series, WrongResult, as_json, as_text, check
 from benchmarks.samples import Sample
 from benchmarks.soak import Soak
 from benchmarks.sustained import NOT_HELD, Load, Sustained
+from local_servers.jars import JarsMissing
 from tests.support.hostile import ENVIRONMENT
 
 MIB = 1 << 20
@@ -208,6 +211,30 @@ def test_kafka_runs_at_both_ends_and_is_right(tmp_path: Path) -> None:
     }
     assert "kafka to mysql" in done.stdout
     assert all(each["rows_per_second"]["median"] > 0 for each in cases)
+
+
+@pytest.mark.thorough
+@pytest.mark.spark
+@pytest.mark.timeout(600)
+def test_wide_tables_are_joined_by_all_means_and_right(tmp_path: Path) -> None:
+    try:
+        flink_join.fetch_jars()
+    except (JarsMissing, JdkMissing) as e:
+        pytest.skip(e.message)
+    file = tmp_path / "joins.json"
+    done = run("joins", "--rows", "4000", "--repeat", "1", "--json", str(file), seconds=580)
+    assert done.returncode == 0, done.stderr[-4000:]
+    figures: dict[str, Any] = json.loads(file.read_text())
+    found = figures["findings"]["joins"]
+    assert found["upkeep_seconds_a_unit"].keys() >= {"view", "REFRESH MATERIALIZED VIEW"}
+    assert bool(found["pg_ivm"]) == ("pg_ivm" in found["upkeep_seconds_a_unit"]) == (not found["left_out"])
+    assert found["followed"].keys() == {"view", "Flink SQL"}
+    assert found["followed"]["view"]["wrong_rows"]["median"] == 0
+    for each in found["followed"].values():
+        assert each["changes_per_second"]["median"] > 0
+        assert 0 < each["connected_seconds"]["median"] < each["recovered_seconds"]["median"]
+        assert each["state_mib"]["median"] > 0
+    assert_documented(figures, tmp_path, "joins")
 
 
 @pytest.mark.thorough

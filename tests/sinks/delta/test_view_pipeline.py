@@ -24,12 +24,17 @@ PLACES = ("after-view-pinned", "before-view-written", "after-view-written:kill:2
 """Pinned but not built; not built again; built but not recorded, moved but not recorded."""
 
 
+LONG = 300.0
+"""Seconds that a run may take: its Spark starts, and warms up."""
+
+
 @pytest.fixture(scope="module")
 def spark() -> Iterator[SparkSession]:
     with delta_session() as session:
         yield session
 
 
+@pytest.mark.thorough
 def test_a_view_is_right_whatever_is_killed(spark: SparkSession, databases: Databases, tmp_path: Path) -> None:
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t", "public.g"], snapshot={"chunk_rows": 2000})
     pipeline.change(sink=None)
@@ -48,7 +53,7 @@ def test_a_view_is_right_whatever_is_killed(spark: SparkSession, databases: Data
         for number, place in enumerate(PLACES):
             pipeline.source(f"UPDATE public.g SET name = 'named {number}' WHERE id = {number}")
             armed = place if ":" in place else f"{place}:kill"
-            killed = pipeline.start_program(f"run killed {place}", program, armed, ours).wait()
+            killed = pipeline.start_program(f"run killed {place}", program, armed, ours).wait(LONG)
             assert killed.code == -9, killed.stderr[-2000:]
     pipeline.source("DELETE FROM public.g WHERE id = 7", "UPDATE public.t SET grp = 8 WHERE id < 20")
     commands.provision(pipeline.pipeline, takeover=True)

@@ -141,6 +141,7 @@ def states(lake: Lake) -> list[dict[str, Any]]:
     return [state_of(each.label, recorded.versions if recorded else (), each, recorded) for each in lake.sink.views]
 
 
+@pytest.mark.thorough
 def test_random_units_move_views_of_all_kinds(spark: SparkSession, tmp_path: Path) -> None:
     rnd = random.Random(7)
     lake = Lake(tmp_path)
@@ -204,6 +205,7 @@ def test_a_step_that_fails_is_done_once_by_the_next_run(
     assert lake.verify()["dwd.multi"] > 0
 
 
+@pytest.mark.thorough
 def test_an_overtaken_run_that_writes_late_changes_nothing(spark: SparkSession, tmp_path: Path) -> None:
     lake = Lake(tmp_path, [view("multi")])
     lake.unit(effect("shop.a", values(1, 2)), effect("shop.b", values(1, 2)))
@@ -229,6 +231,7 @@ def test_an_overtaken_run_that_writes_late_changes_nothing(spark: SparkSession, 
     lake.verify()
 
 
+@pytest.mark.thorough
 def test_changed_definitions_and_tables(spark: SparkSession, tmp_path: Path) -> None:
     lake = Lake(tmp_path, [JOINED, view("grp")])
     lake.unit(effect("shop.a", values(1, 2)), effect("shop.b", values(1, 2, v=5)))
@@ -280,6 +283,7 @@ def test_changed_definitions_and_tables(spark: SparkSession, tmp_path: Path) -> 
     assert not lake.keeper.step(everything=True)
 
 
+@pytest.mark.thorough
 def test_a_view_is_built_again_when_a_version_is_gone_and_waits_while_tables_are_read(
     spark: SparkSession, tmp_path: Path
 ) -> None:
@@ -297,6 +301,7 @@ def test_a_view_is_built_again_when_a_version_is_gone_and_waits_while_tables_are
     assert not lake.keeper.step()
     assert [(state["state"], state["as_of"]) for state in states(lake)] == [("queued", format_lsn(lake.applied - 10))]
     spark.conf.set("spark.databricks.delta.retentionDurationCheck.enabled", "false")
+    spark.conf.set("spark.sql.sources.parallelPartitionDiscovery.parallelism", 8)  # of VACUUM; by default 10,000
     name = f"delta.`{lake.root}/copy/a`"
     spark.sql(f"OPTIMIZE {name}").collect()
     spark.sql(f"VACUUM {name} RETAIN 0 HOURS").collect()
