@@ -231,7 +231,6 @@ def test_an_overtaken_run_that_writes_late_changes_nothing(spark: SparkSession, 
     lake.verify()
 
 
-@pytest.mark.thorough
 def test_changed_definitions_and_tables(spark: SparkSession, tmp_path: Path) -> None:
     lake = Lake(tmp_path, [JOINED, view("grp")])
     lake.unit(effect("shop.a", values(1, 2)), effect("shop.b", values(1, 2, v=5)))
