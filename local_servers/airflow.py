@@ -29,7 +29,7 @@ from local_servers.process import end_guard, find_free_port, start_guard
 COMPONENTS = ("scheduler", "dag-processor", "api-server", "triggerer")
 MARK = "CDC_AIRFLOW_STACK"
 
-START_SECONDS = 240.0
+START_SECONDS = 600.0
 STOP_SECONDS = 5.0
 KILL_SECONDS = 20.0
 
