@@ -44,7 +44,7 @@ from tests.sinks.view_cases import SETTINGS, TARGETS, effect, random_effects
 from tests.support.delta_spark import delta_session
 from tests.support.given_rows import GivenRows
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(900)]
 
 START = 100
 
