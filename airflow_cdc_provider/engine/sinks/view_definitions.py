@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from airflow_cdc_provider.engine.changes.redefinition import redefinition
 from airflow_cdc_provider.engine.core.errors import CannotFollow, ConfigError, ForeignTable, UnknownColumn
+from airflow_cdc_provider.engine.core.findings import Caution
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.views.definition import View
@@ -90,6 +92,25 @@ class ViewDefinitions(ABC):
         for settings in self.views:
             self.checked(settings)
             self.require_free(settings, recorded.get(settings.label, ()))
+
+    @contextmanager
+    def excusing(self, settings: ViewSettings) -> Iterator[None]:
+        """Excuse a new definition of a view for columns that the tables lack, during a check.
+
+        It may be meant for a change of a table that the stream has yet to follow.
+
+        :raises Caution: in place of the error.
+        """
+        versions = self._by_label().get(settings.label, [])
+        try:
+            yield
+        except UnknownColumn as e:
+            if not versions or not versions[-1].kept:
+                raise
+            raise Caution(
+                f"The new definition of view {settings.label} does not fit the tables as they have been copied so far,"
+                f" and waits until it does: {e.message}."
+            ) from e
 
     def require_free(self, settings: ViewSettings, versions: Collection[ViewVersion]) -> None:
         """Refuse a name that a table of others has.

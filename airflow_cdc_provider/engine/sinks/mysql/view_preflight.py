@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 
-from airflow_cdc_provider.engine.core.errors import UnknownColumn
 from airflow_cdc_provider.engine.core.findings import Caution, Checks
 from airflow_cdc_provider.engine.core.lsn import LOG_START
 from airflow_cdc_provider.engine.core.record import Target
@@ -44,22 +43,13 @@ def _recorded(sink: Session, pipeline: str) -> dict[str, Target]:
 def _view(sink: Session, pipeline: str, targets: Sequence[Target], view: ViewSettings) -> str:
     by_label = {target.table.label: target for target in targets}
     store = MysqlViewStore(sink, pipeline, (view,), by_label, LOG_START, nullcontext)
-    newest = next((each for each in reversed(store.versions()) if each.view.label == view.label), None)
-    try:
+    with store.excusing(view):
         parsed = store.parse(view, {label: target.table for label, target in by_label.items()})
         check_parsed(sink, view, parsed, by_label)
         used = [by_label[label] for label in parsed.columns]
         if not sink.exists("airflow_cdc", "tables") or not all(sink.exists(each.schema, each.name) for each in used):
             return f"View {view.label} can be parsed. The sink checks it when its tables exist."
         store.check()
-    except UnknownColumn as e:
-        if newest is None or not newest.kept:
-            raise
-        # It may be meant for a change of a table that the stream has yet to follow.
-        raise Caution(
-            f"The new definition of view {view.label} does not fit the tables as they have been copied so far, and"
-            f" waits until it does: {e.message}."
-        ) from e
     missing = list(store.lacking_indexes(parsed))
     if missing and view.indexes == "print":
         raise Caution(f"View {view.label} needs indexes that do not exist: {' '.join(f'{each};' for each in missing)}")

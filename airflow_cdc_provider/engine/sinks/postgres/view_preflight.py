@@ -11,7 +11,7 @@ from functools import partial
 
 from psycopg2 import sql
 
-from airflow_cdc_provider.engine.core.errors import ConfigError, MissingPrivilege, UnknownColumn
+from airflow_cdc_provider.engine.core.errors import ConfigError, MissingPrivilege
 from airflow_cdc_provider.engine.core.findings import Caution, Checks
 from airflow_cdc_provider.engine.core.lsn import LOG_START
 from airflow_cdc_provider.engine.core.record import Target
@@ -85,19 +85,10 @@ def _view(
     rows(sink, "BEGIN READ WRITE")
     try:
         store = PostgresViewStore(sink, pipeline, (view,), by_label, LOG_START)
-        newest = next((each for each in reversed(store.versions()) if each.view.label == view.label), None)
-        try:
+        with store.excusing(view):
             parsed = store.parse(view, {label: target.table for label, target in by_label.items()})
             _create_missing(sink, settings, pipeline, [by_label[label] for label in parsed.columns])
             store.check()
-        except UnknownColumn as e:
-            if newest is None or not newest.kept:
-                raise
-            # It may be meant for a change of a table that the stream has yet to follow.
-            raise Caution(
-                f"The new definition of view {view.label} does not fit the tables as they have been copied so far, and"
-                f" waits until it does: {e.message}."
-            ) from e
         missing = [create for _, create in store.lacking_indexes(parsed)]
         return _indexes(sink, by_label, view, parsed, missing)
     finally:
