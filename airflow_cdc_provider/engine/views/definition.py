@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal
 
 
@@ -150,6 +151,31 @@ class View:
         while found[-1].parent:
             found.append(by_name[found[-1].parent])
         return tuple(found)
+
+    def walks(self, changed: Mapping[str, str], tables: Mapping[str, str], join: str = "JOIN") -> list[str]:
+        """Return the queries of the anchors, ``a0`` …, that changed rows reach: one for each alias of a changed table.
+
+        :param changed: by label of a source table, a relation of changed rows, whose columns ``r0`` … are those that
+            the view reads, in their order.
+        :param tables: by label of a source table, the relation to read.
+        :param join: the operator of inner joins, which lead from the changed rows to the root.
+        """
+        return [
+            self._walk(alias, changed[alias.label], tables, join) for alias in self.aliases if alias.label in changed
+        ]
+
+    def _walk(self, alias: Alias, changed: str, tables: Mapping[str, str], join: str) -> str:
+        path, columns = self.path(alias), self.columns[alias.label]
+
+        def value(step: int, column: str) -> str:
+            return f"j{step}.{self.quote(column)}" if step else f"j0.r{columns.index(column)}"
+
+        joins = [f"FROM {changed} j0"]
+        for step, (each, parent) in enumerate(pairwise(path)):
+            equal = (f"{value(step + 1, theirs)} = {value(step, own)}" for own, theirs in each.equalities)
+            joins.append(f"{join} {tables[parent.label]} j{step + 1} ON {' AND '.join(equal)}")
+        anchor = (f"{value(len(path) - 1, each.column)} AS a{n}" for n, each in enumerate(self.anchor))
+        return f"SELECT {', '.join(anchor)} {' '.join(joins)}"
 
     @property
     def looked_up(self) -> dict[tuple[str, tuple[str, ...]], None]:

@@ -67,7 +67,7 @@ class ViewRows:
         self._version = version
         self._view = version.view
         self._root = targets[self._view.root.label]
-        self._tables = {label: quoted(targets[label].schema, targets[label].name) for label in self._view.columns}
+        self.tables = {label: quoted(targets[label].schema, targets[label].name) for label in self._view.columns}
         self._relation = rows_table(version)
         self._index = f"FORCE INDEX ({anchor_index(self._view)})"
         self._queue_table = quoted("airflow_cdc", version.queue)
@@ -101,7 +101,7 @@ class ViewRows:
     @property
     def select(self) -> str:
         """Return the SELECT of all rows."""
-        return self._view.select(self._tables)
+        return self._view.select(self.tables)
 
     def texts(self, anchor: Sequence[str]) -> list[str]:
         """Return the texts of an anchor, for messages."""
@@ -163,7 +163,7 @@ class ViewRows:
         portion = self._temporary("portion")
         columns = [f"{each} AS a{n}" for n, each in enumerate(self.root_anchor("t"))]
         found = self._session.run(
-            f"CREATE TEMPORARY TABLE {portion} AS SELECT {', '.join(columns)} FROM {self._tables[self._root_label]} t"
+            f"CREATE TEMPORARY TABLE {portion} AS SELECT {', '.join(columns)} FROM {self.tables[self._root_label]} t"
             f" WHERE {beyond} ORDER BY {', '.join(self.root_anchor('t'))} LIMIT {count}"
         )
         if not found:
@@ -184,7 +184,7 @@ class ViewRows:
 
     def of_root(self, condition: str) -> str:
         """Return the query of the anchors of the root's rows ``t`` that match a condition."""
-        return f"SELECT {', '.join(self.root_anchor('t'))} FROM {self._tables[self._root_label]} t WHERE {condition}"
+        return f"SELECT {', '.join(self.root_anchor('t'))} FROM {self.tables[self._root_label]} t WHERE {condition}"
 
     # -- the queue ---------------------------------------------------------------------------------
 
@@ -222,7 +222,7 @@ class ViewRows:
 
     def _insert_into(self, table: str) -> None:
         restriction = equal(self._found_anchor("cdc_anchor"), self.root_anchor(self._view.quote(self._view.root.name)))
-        select = self._view.select(self._tables, (f"{self._temporary('anchors')} AS cdc_anchor", restriction))
+        select = self._view.select(self.tables, (f"{self._temporary('anchors')} AS cdc_anchor", restriction))
         self._session.run(f"INSERT INTO {table} ({', '.join(self._columns)}) {select}")
 
     def _recompute(self) -> None:

@@ -8,6 +8,7 @@ views over it are built again, because its rows may have been written in several
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import ClassVar
 
 from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.core.record import Target
@@ -18,17 +19,18 @@ from airflow_cdc_provider.engine.sinks.mysql.view_record import end_version, rec
 from airflow_cdc_provider.engine.sinks.mysql.view_rows import ViewRows, same
 from airflow_cdc_provider.engine.sinks.staged import Staged
 from airflow_cdc_provider.engine.sinks.transactional.view_upkeep import Images, ViewUpkeep
-from airflow_cdc_provider.engine.views.definition import Alias
 from airflow_cdc_provider.engine.views.version import ViewVersion
 
 _GIVEN_KEYS = 1000
 
 
-class MysqlViewUpkeep(ViewUpkeep[str]):
+class MysqlViewUpkeep(ViewUpkeep):
     """The upkeep of views in a transaction of a MySQL sink.
 
     :param targets: the recorded targets by label.
     """
+
+    join: ClassVar[str] = "STRAIGHT_JOIN"
 
     def __init__(
         self, session: Session, pipeline: str, targets: Mapping[str, Target], versions: Sequence[ViewVersion]
@@ -46,26 +48,11 @@ class MysqlViewUpkeep(ViewUpkeep[str]):
         if keys is not None:
             super().note_after_reread(label, keys)
 
-    def _begin(self, label: str, columns: Sequence[str]) -> Images[str]:
+    def _begin(self, label: str, columns: Sequence[str]) -> Images:
         return _Images(self._session, self._targets[label], columns, len(self._images))
 
     def _affected(self, version: ViewVersion) -> ViewRows:
         return ViewRows(self._session, self._targets, version)
-
-    def _way(self, version: ViewVersion, alias: Alias, changed: str) -> str:
-        view, columns = version.view, version.view.columns[alias.label]
-        path = view.path(alias)
-        joins = [f"FROM {changed} j0"]
-
-        def value(step: int, column: str) -> str:
-            return f"j0.r{columns.index(column)}" if step == 0 else f"j{step}.{quoted(column)}"
-
-        for step, each in enumerate(path[:-1]):
-            target = self._targets[path[step + 1].label]
-            equal = (f"{value(step + 1, theirs)} = {value(step, own)}" for own, theirs in each.equalities)
-            joins.append(f"STRAIGHT_JOIN {quoted(target.schema, target.name)} j{step + 1} ON {' AND '.join(equal)}")
-        anchor = (value(len(path) - 1, each.column) for each in view.anchor)
-        return f"SELECT {', '.join(anchor)} {' '.join(joins)}"
 
     def _execute(self, statement: str) -> None:
         self._session.run(statement)
@@ -77,7 +64,7 @@ class MysqlViewUpkeep(ViewUpkeep[str]):
         record_work(self._session, self._pipeline, version, behind, anchors, seconds)
 
 
-class _Images(Images[str]):
+class _Images(Images):
     """The images of a table's rows.
 
     :param read: the columns that views read.

@@ -46,7 +46,7 @@ class ViewRows:
         self._version = version
         self._view = version.view
         self._root = targets[self._view.root.label]
-        self._tables = {
+        self.tables = {
             label: sql.Identifier(targets[label].schema, targets[label].name).as_string(connection)
             for label in self._view.columns
         }
@@ -61,7 +61,7 @@ class ViewRows:
     @property
     def select(self) -> sql.Composable:
         """Return the SELECT of all rows."""
-        return sql.SQL(self._view.select(self._tables))
+        return sql.SQL(self._view.select(self.tables))
 
     def _anchor(self, relation: str, outputs: bool = False) -> list[sql.Composable]:
         """Return the anchor of a row in ``anchors`` or, with ``outputs``, in the view."""
@@ -77,7 +77,7 @@ class ViewRows:
 
     # -- finding -----------------------------------------------------------------------------------
 
-    def find(self, queries: Sequence[sql.Composable], unbuilt: bool = False) -> int:
+    def find(self, queries: Sequence[str], unbuilt: bool = False) -> int:
         """Keep the distinct anchors of some queries; return their number.
 
         :param unbuilt: whether to keep those whose rows are not built yet.
@@ -85,7 +85,7 @@ class ViewRows:
         self._run(
             "CREATE TEMPORARY TABLE {anchors} ON COMMIT DROP AS SELECT DISTINCT * FROM ({query}) a WHERE {built}"
             " ORDER BY {anchor}",
-            query=sql.SQL(" UNION ALL ").join(queries),
+            query=sql.SQL(" UNION ALL ".join(queries)),
             anchor=listed(self._anchor("a")),
             built=sql.SQL("true") if unbuilt else self.built(self._anchor("a")),
         )
@@ -142,7 +142,7 @@ class ViewRows:
         left = bool(scalar(self._connection, sql.SQL("SELECT EXISTS (SELECT FROM {})").format(self._queue_table)))
         if not left:
             self._clear_queue()
-        self.find([sql.SQL("SELECT * FROM taken")])
+        self.find(["SELECT * FROM taken"])
         return left
 
     def _clear_queue(self) -> None:
@@ -188,7 +188,7 @@ class ViewRows:
         root = self.root_anchor(self._view.root.name)
         restriction = sql.SQL("{} AS cdc_anchor").format(self._anchors), match(self._anchor("cdc_anchor"), root, nulls)
         relation, condition = (part.as_string(self._connection) for part in restriction)
-        return sql.SQL(self._view.select(self._tables, (relation, condition)))
+        return sql.SQL(self._view.select(self.tables, (relation, condition)))
 
     def _patterns(self) -> Iterator[Nulls]:
         """Yield the combinations of NULLs among the anchors."""

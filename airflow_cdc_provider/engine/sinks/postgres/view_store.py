@@ -230,7 +230,7 @@ class PostgresViewStore(ViewStore):
             assert built is not None
             chosen = sql.SQL("{} AND ({}) <= ({})").format(beyond, listed(anchor), listed(view_rows.bound(built)))
         query = sql.SQL("SELECT {} FROM {} t WHERE {}").format(named, table, chosen)
-        view_rows.find([query], unbuilt=True)
+        view_rows.find([query.as_string(self._connection)], unbuilt=True)
         view_rows.insert()
         self._change(
             version,

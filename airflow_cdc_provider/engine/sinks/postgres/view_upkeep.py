@@ -20,7 +20,6 @@ from airflow_cdc_provider.engine.sinks.postgres.view_record import end_version, 
 from airflow_cdc_provider.engine.sinks.postgres.view_rows import ViewRows, listed
 from airflow_cdc_provider.engine.sinks.staged import Staged
 from airflow_cdc_provider.engine.sinks.transactional.view_upkeep import Images, ViewUpkeep
-from airflow_cdc_provider.engine.views.definition import Alias
 from airflow_cdc_provider.engine.views.version import ViewVersion
 
 SETTINGS = """
@@ -35,7 +34,7 @@ table of a million rows as a whole to find 58,000 of them by key, which takes fo
 """
 
 
-class PostgresViewUpkeep(ViewUpkeep[sql.Composable]):
+class PostgresViewUpkeep(ViewUpkeep):
     """The upkeep of views in a transaction of a Postgres sink.
 
     :param targets: the recorded targets by label.
@@ -49,36 +48,11 @@ class PostgresViewUpkeep(ViewUpkeep[sql.Composable]):
         self._pipeline = pipeline
         self._targets = targets
 
-    def _begin(self, label: str, columns: Sequence[str]) -> Images[sql.Composable]:
+    def _begin(self, label: str, columns: Sequence[str]) -> Images:
         return _Images(self._connection, self._targets[label], columns, len(self._images))
 
     def _affected(self, version: ViewVersion) -> ViewRows:
         return ViewRows(self._connection, self._targets, version)
-
-    def _way(self, version: ViewVersion, alias: Alias, changed: sql.Composable) -> sql.Composable:
-        view, columns = version.view, version.view.columns[alias.label]
-        path = view.path(alias)
-        joins: list[sql.Composable] = [sql.SQL("FROM {} j0").format(changed)]
-
-        def value(step: int, column: str) -> sql.Composable:
-            if step == 0:
-                return sql.SQL(f"j0.r{columns.index(column)}")
-            return sql.SQL(f"j{step}.{{}}").format(sql.Identifier(column))
-
-        for step, each in enumerate(path[:-1]):
-            target = self._targets[path[step + 1].label]
-            equal = [
-                sql.SQL("{} = {}").format(value(step + 1, theirs), value(step, own)) for own, theirs in each.equalities
-            ]
-            joins.append(
-                sql.SQL(f"JOIN {{}} j{step + 1} ON {{}}").format(
-                    sql.Identifier(target.schema, target.name), sql.SQL(" AND ").join(equal)
-                )
-            )
-        anchor = (
-            sql.SQL(f"{{}} AS a{n}").format(value(len(path) - 1, each.column)) for n, each in enumerate(view.anchor)
-        )
-        return sql.SQL("SELECT {} {}").format(listed(anchor), sql.SQL(" ").join(joins))
 
     def _execute(self, statement: str) -> None:
         rows(self._connection, statement)
@@ -90,7 +64,7 @@ class PostgresViewUpkeep(ViewUpkeep[sql.Composable]):
         record_work(self._connection, self._pipeline, version, behind, anchors, seconds)
 
 
-class _Images(Images[sql.Composable]):
+class _Images(Images):
     """The images of a table's rows.
 
     :param read: the columns that views read.
@@ -177,7 +151,7 @@ class _Images(Images[sql.Composable]):
             same=self._statements.equal_to(self._key("i")),
         )
 
-    def changed(self, read: Sequence[str], name: str) -> sql.Composable:
+    def changed(self, read: Sequence[str], name: str) -> str:
         table = sql.Identifier("pg_temp", name)
         old = [sql.SQL(f"i.r{self._read.index(each)}") for each in read]
         if not self._target.table.key:
@@ -187,7 +161,7 @@ class _Images(Images[sql.Composable]):
                 name=table,
                 columns=columns,
             )
-            return table
+            return table.as_string(self._connection)
         new = [sql.SQL("t.{}").format(sql.Identifier(each)) for each in read]
         columns = listed(
             sql.SQL(f"CASE WHEN side.old THEN {{}} ELSE {{}} END AS r{n}").format(*pair)
@@ -205,4 +179,4 @@ class _Images(Images[sql.Composable]):
             old=listed(old),
             new=listed(new),
         )
-        return table
+        return table.as_string(self._connection)

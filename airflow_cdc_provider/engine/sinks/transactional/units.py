@@ -68,7 +68,7 @@ class TransactionalUnits(TransactionalRecord[Tx]):
     def _drop_deposits(self, tx: Tx, names: Collection[str] | None) -> None:
         """Remove deposits, all if ``None``."""
 
-    def _upkeep(self, tx: Tx) -> ViewUpkeep[Any] | None:
+    def _upkeep(self, tx: Tx) -> ViewUpkeep | None:
         """Return the upkeep of the views in a transaction; ``None`` if the pipeline has none."""
         return None
 
@@ -153,7 +153,7 @@ class TransactionalUnits(TransactionalRecord[Tx]):
         failpoint("after-batch-commit")
         return not skip
 
-    def _apply(self, tx: Tx, pieces: Iterator[StagedPiece], upkeep: ViewUpkeep[Any] | None = None) -> list[Staged]:
+    def _apply(self, tx: Tx, pieces: Iterator[StagedPiece], upkeep: ViewUpkeep | None = None) -> list[Staged]:
         """Apply pieces; return their staged changes.
 
         :raises MissingValues: after all pieces are applied, with all missing keys, so that they can be read at once.

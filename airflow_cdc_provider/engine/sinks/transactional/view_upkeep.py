@@ -21,22 +21,17 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import ClassVar, Protocol
 
 from airflow_cdc_provider.engine.core.errors import ViewRefused
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.sinks.staged import Staged
-from airflow_cdc_provider.engine.views.definition import Alias
 from airflow_cdc_provider.engine.views.version import ViewVersion
 
-Query = TypeVar("Query")
-QueryIn = TypeVar("QueryIn", contravariant=True)
-"""A text of the store's SQL."""
 
-
-class Images(ABC, Generic[Query]):
+class Images(ABC):
     """The images of a table's rows."""
 
     @abstractmethod
@@ -52,18 +47,22 @@ class Images(ABC, Generic[Query]):
         """Note which rows have been added since the images were noted; without a key, all rows."""
 
     @abstractmethod
-    def changed(self, read: Sequence[str], name: str) -> Query:
+    def changed(self, read: Sequence[str], name: str) -> str:
         """Create a temporary table of the old and new images of rows that differ in some columns.
 
         :param read: the columns, which the table has as ``r0`` … in their order.
-        :returns: the table.
+        :returns: the table, quoted.
         """
 
 
-class Affected(Protocol[QueryIn]):
+class Affected(Protocol):
     """The anchors of a version that a transaction affects, and their rows."""
 
-    def find(self, queries: Sequence[QueryIn]) -> int:
+    @property
+    def tables(self) -> Mapping[str, str]:
+        """Return by label of a source table the mirror table, quoted."""
+
+    def find(self, queries: Sequence[str]) -> int:
         """Keep the distinct anchors of some queries whose rows are built; return their number."""
 
     def recompute(self) -> None:
@@ -73,11 +72,14 @@ class Affected(Protocol[QueryIn]):
         """Put the found anchors into the version's queue."""
 
 
-class ViewUpkeep(ABC, Generic[Query]):
+class ViewUpkeep(ABC):
     """The upkeep of a pipeline's views in one transaction.
 
     :param versions: the versions in the record.
     """
+
+    join: ClassVar[str] = "JOIN"
+    """The operator of the joins from changed rows to the root."""
 
     def __init__(self, versions: Sequence[ViewVersion]) -> None:
         self._versions = [version for version in versions if version.moves]
@@ -87,21 +89,17 @@ class ViewUpkeep(ABC, Generic[Query]):
             for label, columns in version.view.columns.items():
                 read.setdefault(label, set()).update(columns)
         self._read = {label: tuple(sorted(columns)) for label, columns in read.items()}
-        self._images: dict[str, Images[Query]] = {}
+        self._images: dict[str, Images] = {}
 
     # -- provided by a store -----------------------------------------------------------------------
 
     @abstractmethod
-    def _begin(self, label: str, columns: Sequence[str]) -> Images[Query]:
+    def _begin(self, label: str, columns: Sequence[str]) -> Images:
         """Return the images, none so far, of a table's rows in some columns."""
 
     @abstractmethod
-    def _affected(self, version: ViewVersion) -> Affected[Query]:
+    def _affected(self, version: ViewVersion) -> Affected:
         """Return the work on the affected anchors of a version."""
-
-    @abstractmethod
-    def _way(self, version: ViewVersion, alias: Alias, changed: Query) -> Query:
-        """Return the query of the anchors that changed rows of an alias reach, see :meth:`Images.changed`."""
 
     @abstractmethod
     def _execute(self, statement: str) -> None:
@@ -140,7 +138,7 @@ class ViewUpkeep(ABC, Generic[Query]):
         if images is not None:
             images.note_new(keys)
 
-    def _images_of(self, label: str) -> Images[Query] | None:
+    def _images_of(self, label: str) -> Images | None:
         """Return the images of a table's rows; ``None`` if no view reads it."""
         columns = self._read.get(label)
         if columns is not None and label not in self._images:
@@ -174,7 +172,7 @@ class ViewUpkeep(ABC, Generic[Query]):
     def _settle(self, version: ViewVersion, labels: Collection[str], before: LogPosition) -> None:
         started = time.monotonic()
         affected = self._affected(version)
-        anchors = affected.find(self._ways(version, labels))
+        anchors = affected.find(version.view.walks(self._changed(version, labels), affected.tables, self.join))
         failpoint("after-view-anchors")
         if not anchors:
             return
@@ -187,11 +185,10 @@ class ViewUpkeep(ABC, Generic[Query]):
         failpoint("after-view-settled")
         self._record(version, behind, anchors, time.monotonic() - started)
 
-    def _ways(self, version: ViewVersion, labels: Collection[str]) -> list[Query]:
-        """Return the queries of the anchors that the changed rows of some tables reach."""
-        view = version.view
-        changed = {
-            label: self._images[label].changed(view.columns[label], f"cdc_changed_{version.number}_{n}")
+    def _changed(self, version: ViewVersion, labels: Collection[str]) -> dict[str, str]:
+        """Return by label the table of a table's changed rows, see :meth:`Images.changed`."""
+        columns = version.view.columns
+        return {
+            label: self._images[label].changed(columns[label], f"cdc_changed_{version.number}_{n}")
             for n, label in enumerate(sorted(labels))
         }
-        return [self._way(version, alias, changed[alias.label]) for alias in view.aliases if alias.label in changed]
