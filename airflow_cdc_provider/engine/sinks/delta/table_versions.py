@@ -6,7 +6,8 @@ again. So rows in files that no entry of the log between two versions names are 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
@@ -32,8 +33,12 @@ _GONE = (
     "DELTA_MISSING_TRANSACTION_LOG",
     "DELTA_UNSUPPORTED_TIME_TRAVEL_BEYOND_DELETED_FILE_RETENTION_DURATION",
 )
-_NAMED_FILES = 2000
-"""Files up to which only those are looked up in a table's log."""
+_OF_FILE = ("path", "partitionValues", "size", "dataChange", "deletionVector")
+
+_File = dict[str, Any]
+"""A file as the log describes it."""
+_Name = tuple[str, str]
+"""The path of a file, and its deletion vector."""
 
 
 class VersionGone(Exception):
@@ -96,48 +101,90 @@ class TableVersions:
         return int(found.get()) if found.isDefined() else None
 
     def rows(self, pin: Pin) -> DataFrame:
-        """Return the rows of a version."""
-        self._snapshot(pin)
-        return self._spark.sql(f"SELECT * FROM {self._name} VERSION AS OF {pin.version}")
+        """Return the rows of a version.
+
+        Its files are listed here and once. A query by name would list them again for each mention of the table, which
+        takes longer than everything else in a small step.
+
+        :raises VersionGone: when it is gone.
+        """
+        snapshot = self._snapshot(pin)
+        return self._rows(snapshot, snapshot.filesForScan(self._sequence(()), False).files())
 
     def differing(self, before: Pin, after: Pin) -> tuple[DataFrame, DataFrame] | None:
-        """Return the rows of each of two versions in files in which they may differ; ``None`` if they do not."""
-        old, new = self._snapshot(before), self._snapshot(after)
-        files = self._changed_files(before.version, after.version)
-        if not files:
-            return None
-        return self._rows(old, files), self._rows(new, files)
+        """Return the rows of each of two versions in files in which they may differ; ``None`` if they do not.
 
-    def _changed_files(self, before: int, after: int) -> Collection[str]:
-        """Return the files that entries after one version up to another name; none if they only rearrange rows."""
-        found, changes_rows = set(), False
+        Both have the columns of the later version.
+
+        :raises VersionGone: when one is gone.
+        """
+        later = self._snapshot(after)
+        if before.id != after.id:
+            raise VersionGone(f"the table was created again since version {before.version}")
+        removed, added = self._changed_files(before.version, after.version)
+        if not removed and not added:
+            return None
+        old, new = (self._rows(later, self._sequence(map(self._file, files))) for files in (removed, added))
+        return old, new
+
+    def _changed_files(self, before: int, after: int) -> tuple[list[_File], list[_File]]:
+        """Return the files of one version that another may lack, and those that it may have gained.
+
+        They come from the entries of the log between the versions, which is faster than to compare two lists of all
+        files. There are none if entries only rearrange rows.
+        """
+        removed: dict[_Name, _File] = {}
+        added: dict[_Name, _File] = {}
+        changes_rows = False
+        for kind, file in self._entries(before, after):
+            changes_rows = changes_rows or file["dataChange"]
+            name = (file["path"], json.dumps(file.get("deletionVector"), sort_keys=True))
+            if kind == "add":
+                if removed.pop(name, None) is None:
+                    added[name] = file
+            else:
+                former = added.pop(name, None)
+                # Such an entry may add a file that is there already, for example to supplement statistics.
+                if former is None or not former["dataChange"]:
+                    removed[name] = file
+        return ([*removed.values()], [*added.values()]) if changes_rows else ([], [])
+
+    def _entries(self, before: int, after: int) -> Iterator[tuple[str, _File]]:
+        """Yield the files that entries add and remove, in order, with "add" or "remove".
+
+        :raises VersionGone: when an entry is gone.
+        """
         try:
             entries = self._log.getChanges(before + 1, after, self._default("getChanges", 2), True)
             while entries.hasNext():
                 actions = entries.next()._2().iterator()
                 while actions.hasNext():
-                    action = actions.next()
-                    if action.getClass().getSimpleName() in ("AddFile", "RemoveFile"):
-                        found.add(action.path())
-                        changes_rows = changes_rows or action.dataChange()
+                    ((kind, values),) = json.loads(actions.next().json()).items()
+                    if kind in ("add", "remove"):
+                        yield kind, values
         except Py4JJavaError as e:
             if is_gone(e) or "IllegalState" in str(e):
                 raise VersionGone(f"entries after version {before} are gone") from e
             raise
-        return found if changes_rows else ()
 
-    def _rows(self, snapshot: Any, files: Collection[str]) -> DataFrame:
-        """Return the rows of a version in some of its files."""
-        there = snapshot.allFiles()
-        if len(files) <= _NAMED_FILES:
-            names = ", ".join("'" + name.replace("\\", "\\\\").replace("'", "\\'") + "'" for name in sorted(files))
-            there = there.filter(f"path IN ({names})")
-        chosen = self._jvm.java.util.ArrayList()
-        for file in there.collectAsList():
-            if file.path() in files:
-                chosen.add(file)
-        sequence = self._jvm.scala.jdk.javaapi.CollectionConverters.asScala(chosen).toSeq()
-        found = self._log.createDataFrame(snapshot, sequence, False, self._default("createDataFrame", 4))
+    def _file(self, file: _File) -> Any:
+        """Return a file, also one that has been removed, as one of a version."""
+        if "partitionValues" not in file or "size" not in file:
+            raise VersionGone("another writer has removed a file without a description")
+        values = {name: file[name] for name in _OF_FILE if name in file}
+        text = json.dumps({"add": {"modificationTime": 0, **values}})
+        return self._jvm.org.apache.spark.sql.delta.actions.Action.fromJson(text)
+
+    def _sequence(self, values: Iterable[Any]) -> Any:
+        """Return a sequence of Scala."""
+        found = self._jvm.java.util.ArrayList()
+        for value in values:
+            found.add(value)
+        return self._jvm.scala.jdk.javaapi.CollectionConverters.asScala(found).toSeq()
+
+    def _rows(self, snapshot: Any, files: Any) -> DataFrame:
+        """Return the rows in some files, read as those of a version."""
+        found = self._log.createDataFrame(snapshot, files, False, self._default("createDataFrame", 4))
         # Delta gives it the session that is active in the thread; its plan is needed in ours.
         dataset = self._jvm.org.apache.spark.sql.classic.Dataset
         return DataFrame(dataset.ofRows(self._spark._jsparkSession, found.logicalPlan()), self._spark)

@@ -3,13 +3,12 @@
 A view at one moment is brought to a later one like this. Of each table, the rows whose columns differ between the two
 versions are compared as bags, in the files that differ. From these rows, old and new ones, the joins lead to the
 anchors, over the tables at the later version; :mod:`..transactional.view_upkeep` explains why these suffice. The rows
-of the anchors are computed, and a MERGE replaces the rows of the anchors that differ.
+of the anchors are computed, and a MERGE writes those that differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
@@ -22,9 +21,9 @@ from airflow_cdc_provider.engine.sinks.delta.table_layout import Layout, locatio
 from airflow_cdc_provider.engine.sinks.delta.table_versions import TableVersions, VersionGone
 from airflow_cdc_provider.engine.sinks.delta.view_check import empty_relation, table_exists
 from airflow_cdc_provider.engine.sinks.delta.view_record import Moment
-from airflow_cdc_provider.engine.views.definition import Alias, View
+from airflow_cdc_provider.engine.views.definition import View
 
-_ANCHORS, _CHANGES = "cdc_anchors", "cdc_changes"
+_ANCHORS = "cdc_anchors"
 
 
 class ViewRows:
@@ -73,14 +72,14 @@ class ViewRows:
         :raises VersionGone: as :meth:`at`.
         """
         self._read(after)
-        changes = {label: self._changes(label, before, after) for label in self._view.columns}
-        found = []
-        for alias in self._view.aliases:
-            changed = changes[alias.label]
-            if changed is not None:
-                changed.createOrReplaceTempView(_CHANGES)
-                found.append(self._spark.sql(self._walk(alias)))
-        return reduce(DataFrame.union, found).distinct() if found else None
+        changed = {}
+        for n, label in enumerate(self._view.columns):
+            rows = self._changes(label, before, after)
+            if rows is not None:
+                changed[label] = f"cdc_changes_{n}"
+                rows.createOrReplaceTempView(changed[label])
+        walks = self._view.walks(changed, self._relations)
+        return self._spark.sql(" UNION ALL ".join(walks)).distinct() if walks else None
 
     def _changes(self, label: str, before: Moment, after: Moment) -> DataFrame | None:
         """Return the old and new values of rows whose columns differ, ``r0`` … in the order of the view's columns."""
@@ -105,28 +104,11 @@ class ViewRows:
             for name, kind in removed.dtypes
             if kind in ("float", "double")
         ]
-        found = counted.groupBy(*names, *texts).agg(f.sum("n").alias("n")).where("n <> 0").select(*names)
-        kept, count = _kept(found)
-        return kept if count else None
+        return counted.groupBy(*names, *texts).agg(f.sum("n").alias("n")).where("n <> 0").select(*names)
 
     @staticmethod
     def _numbered(rows: DataFrame, columns: Sequence[str]) -> DataFrame:
         return rows.select(*(f.col(quoted(name)).alias(f"r{n}") for n, name in enumerate(columns)))
-
-    def _walk(self, alias: Alias) -> str:
-        """Return the query of the anchors that the changed rows of an alias reach."""
-        view, columns = self._view, self._view.columns[alias.label]
-        path = view.path(alias)
-        joins = [f"FROM {_CHANGES} j0"]
-
-        def value(step: int, column: str) -> str:
-            return f"j0.r{columns.index(column)}" if step == 0 else f"j{step}.{quoted(column)}"
-
-        for step, each in enumerate(path[:-1]):
-            equal = (f"{value(step + 1, theirs)} = {value(step, own)}" for own, theirs in each.equalities)
-            joins.append(f"JOIN {self._relations[path[step + 1].label]} j{step + 1} ON {' AND '.join(equal)}")
-        anchor = (f"{value(len(path) - 1, each.column)} AS a{n}" for n, each in enumerate(view.anchor))
-        return f"SELECT {', '.join(anchor)} {' '.join(joins)}"
 
     # -- writing ------------------------------------------------------------------------------------
 
@@ -170,13 +152,14 @@ class ViewRows:
         failpoint("before-view-written")
         differences = self._differences(anchors) if count else None
         if differences is not None:
-            self._merge(*differences, after.number, application)
+            self._merge(differences, after.number, application)
         return count
 
-    def _differences(self, anchors: DataFrame) -> tuple[DataFrame, DataFrame] | None:
-        """Return the anchors whose rows differ from the table's, as outputs, and the rows that they should have.
+    def _differences(self, anchors: DataFrame) -> DataFrame | None:
+        """Return the rows of anchors of which the table has other numbers of copies than it should.
 
-        :returns: ``None`` if no rows differ.
+        :returns: the rows, ``o0`` …, the copies that are wanted, ``w``, and those that are stored, ``s``; ``None`` if
+            no rows differ.
         """
         anchors.createOrReplaceTempView(_ANCHORS)
         root = quoted(self._view.root.name)
@@ -184,31 +167,27 @@ class ViewRows:
             f"{root}.{quoted(each.column)} <=> {_ANCHORS}.a{n}" for n, each in enumerate(self._view.anchor)
         )
         select = self._view.select(self._relations, (_ANCHORS, equal))
-        wanted, _ = _kept(self._spark.sql(select).toDF(*self._columns))
+        wanted = self._spark.sql(select).toDF(*self._columns)
         own = " AND ".join(f"v.{quoted(name)} <=> a.a{n}" for n, name in enumerate(self._anchor))
-        table = self._spark.table(self._layout.sql_name(self._view)).alias("v")
-        stored = table.join(anchors.alias("a"), f.expr(own), "left_semi").select(*map(quoted, self._outputs))
-        sides = wanted.withColumn("n", f.lit(1)).union(stored.toDF(*self._columns).withColumn("n", f.lit(-1)))
-        bags = sides.groupBy(*self._columns).agg(f.sum("n").alias("n")).where("n <> 0")
-        different, count = _kept(bags.select(*self._anchor_columns).distinct())
-        return (different, wanted) if count else None
+        table = TableVersions(self._spark, self._layout, self._view)
+        stored = table.rows(table.current()).alias("v").join(anchors.alias("a"), f.expr(own), "left_semi")
+        stored = stored.select(*map(quoted, self._outputs)).toDF(*self._columns)
+        sides = (rows.withColumns({"w": f.lit(w), "s": f.lit(1 - w)}) for rows, w in ((wanted, 1), (stored, 0)))
+        bags = next(sides).union(next(sides)).groupBy(*self._columns).agg(f.sum("w").alias("w"), f.sum("s").alias("s"))
+        different, count = _kept(bags.where("w <> s"))
+        return different if count else None
 
-    def _merge(self, different: DataFrame, wanted: DataFrame, number: int, application: str) -> None:
-        """Replace the rows of anchors by others, in one commit.
+    def _merge(self, different: DataFrame, number: int, application: str) -> None:
+        """Write the differences in one commit.
 
-        The source has a row for each anchor, which matches the rows to delete, and the new rows, which match none.
+        The source has a row for each different row that the table has, which matches its copies, to delete them, and
+        the copies that the table should have, which match none.
         """
-        own = " AND ".join(f"w.{column} <=> d.{column}" for column in self._anchor_columns)
-        rows = wanted.alias("w").join(different.alias("d"), f.expr(own), "left_semi")
-        gone = different.select(
-            *(
-                f.col(field.name) if field.name in self._anchor_columns else f.lit(None).cast(field.dataType)
-                for field in wanted.schema
-            )
-        )
-        source = rows.withColumn("gone", f.lit(False)).union(gone.withColumn("gone", f.lit(True)))
-        source.createOrReplaceTempView("cdc_source")
-        pairs = zip(self._anchor, self._anchor_columns, strict=True)
+        gone = different.where("s > 0").withColumn("gone", f.lit(True))
+        new = different.withColumn("copy", f.explode(f.expr("if(w > 0, sequence(1, w), array())")))
+        sides = (each.select(*self._columns, "gone") for each in (gone, new.withColumn("gone", f.lit(False))))
+        next(sides).union(next(sides)).createOrReplaceTempView("cdc_source")
+        pairs = zip(self._outputs, self._columns, strict=True)
         match = " AND ".join(f"t.{quoted(name)} <=> s.{column}" for name, column in pairs)
         names, values = ", ".join(map(quoted, self._outputs)), ", ".join(f"s.{column}" for column in self._columns)
 
