@@ -2,12 +2,15 @@
 
 A file of a table never changes. Its deletion vector, which hides rows, may; the log then removes the file and adds it
 again. So rows in files that no entry of the log between two versions names are the same in both versions.
+
+An entry may also rearrange rows, such as that of OPTIMIZE: the files that it adds have the rows of those that it
+removes. Or it describes files anew that are there already; then it removes none.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, cast
 
 from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
@@ -33,7 +36,16 @@ _GONE = (
     "DELTA_MISSING_TRANSACTION_LOG",
     "DELTA_UNSUPPORTED_TIME_TRAVEL_BEYOND_DELETED_FILE_RETENTION_DURATION",
 )
-_OF_FILE = ("path", "partitionValues", "size", "dataChange", "deletionVector")
+_OF_FILE = (
+    "path",
+    "partitionValues",
+    "size",
+    "dataChange",
+    "deletionVector",
+    "baseRowId",
+    "defaultRowCommitVersion",
+)
+"""What the log says of files that it adds, and of those that it removes."""
 
 _File = dict[str, Any]
 """A file as the log describes it."""
@@ -60,6 +72,8 @@ class TableVersions:
         self._spark = spark
         self._jvm = cast(Any, spark._jvm)
         self._name = layout.sql_name(table)
+        self._action = self._jvm.org.apache.spark.sql.delta.actions.Action
+        self._snapshots: dict[Pin, Any] = {}
         if layout.catalog is None:
             place = location(layout.place(table))
         else:
@@ -72,15 +86,24 @@ class TableVersions:
         return getattr(self._log, f"{method}$default${number}")()
 
     def current(self) -> Pin:
-        """Return the current version."""
+        """Return the current version.
+
+        :raises VersionGone: when the table does not exist.
+        """
         snapshot = self._log.update(False, self._default("update", 2), self._default("update", 3))
-        return Pin(snapshot.metadata().id(), snapshot.version())
+        pin = Pin(snapshot.metadata().id(), snapshot.version())
+        if pin.version < 0:
+            raise VersionGone("the table does not exist")
+        self._snapshots[pin] = snapshot
+        return pin
 
     def _snapshot(self, pin: Pin) -> Any:
         """Return the state of the table at a version.
 
         :raises VersionGone: when it is gone.
         """
+        if pin in self._snapshots:
+            return self._snapshots[pin]
         try:
             defaults = (self._default("getSnapshotAt", n) for n in (2, 3, 4))
             found = self._log.getSnapshotAt(pin.version, *defaults)
@@ -90,6 +113,7 @@ class TableVersions:
             if is_gone(e) or "IllegalState" in str(e):
                 raise VersionGone(f"version {pin.version} is gone") from e
             raise
+        self._snapshots[pin] = found
         return found
 
     def number(self, pin: Pin, application: str) -> int | None:
@@ -103,65 +127,72 @@ class TableVersions:
     def rows(self, pin: Pin) -> DataFrame:
         """Return the rows of a version.
 
-        Its files are listed here and once. A query by name would list them again for each mention of the table, which
-        takes longer than everything else in a small step.
+        :raises VersionGone: when it is gone.
+        """
+        self._snapshot(pin)
+        return self._spark.sql(f"SELECT * FROM {self._name} VERSION AS OF {pin.version}")
+
+    def listed_rows(self, pin: Pin) -> DataFrame:
+        """Return the rows of a version, of which all files are listed now.
+
+        Of :meth:`rows`, each query lists those that it needs, once for each mention of the table. In a small step of a
+        view that takes longer than everything else.
 
         :raises VersionGone: when it is gone.
         """
         snapshot = self._snapshot(pin)
-        return self._rows(snapshot, snapshot.filesForScan(self._sequence(()), False).files())
+        return self._in_files(snapshot, snapshot.filesForScan(self._sequence(()), False).files())
 
     def differing(self, before: Pin, after: Pin) -> tuple[DataFrame, DataFrame] | None:
         """Return the rows of each of two versions in files in which they may differ; ``None`` if they do not.
-
-        Both have the columns of the later version.
 
         :raises VersionGone: when one is gone.
         """
         later = self._snapshot(after)
         if before.id != after.id:
             raise VersionGone(f"the table was created again since version {before.version}")
-        removed, added = self._changed_files(before.version, after.version)
+        removed, added, described_anew = self._changed_files(before.version, after.version)
         if not removed and not added:
             return None
-        old, new = (self._rows(later, self._sequence(map(self._file, files))) for files in (removed, added))
-        return old, new
+        # To read the state of the earlier version takes as long as a small step.
+        earlier = self._snapshot(before) if described_anew else later
+        old, new = self._sequence(map(self._file, removed)), self._sequence(map(self._file, added))
+        return self._in_files(earlier, old), self._in_files(later, new)
 
-    def _changed_files(self, before: int, after: int) -> tuple[list[_File], list[_File]]:
-        """Return the files of one version that another may lack, and those that it may have gained.
+    def _changed_files(self, before: int, after: int) -> tuple[Collection[_File], Collection[_File], bool]:
+        """Return the files that only the earlier version has, those that only the later one has, and whether entries
+        between them change the table's columns or protocol.
 
-        They come from the entries of the log between the versions, which is faster than to compare two lists of all
-        files. There are none if entries only rearrange rows.
+        There are no files if entries only rearrange rows.
         """
         removed: dict[_Name, _File] = {}
         added: dict[_Name, _File] = {}
-        changes_rows = False
-        for kind, file in self._entries(before, after):
-            changes_rows = changes_rows or file["dataChange"]
-            name = (file["path"], json.dumps(file.get("deletionVector"), sort_keys=True))
-            if kind == "add":
-                if removed.pop(name, None) is None:
-                    added[name] = file
-            else:
-                former = added.pop(name, None)
-                # Such an entry may add a file that is there already, for example to supplement statistics.
-                if former is None or not former["dataChange"]:
-                    removed[name] = file
-        return ([*removed.values()], [*added.values()]) if changes_rows else ([], [])
+        changes_rows = described_anew = False
+        for entry in self._entries(before, after):
+            kinds = {kind for kind, _ in entry}
+            described_anew = described_anew or not kinds.isdisjoint(("metaData", "protocol"))
+            for kind, file in entry:
+                if kind not in ("add", "remove") or not ("remove" in kinds or file["dataChange"]):
+                    continue
+                changes_rows = changes_rows or file["dataChange"]
+                name = (file["path"], json.dumps(file.get("deletionVector"), sort_keys=True))
+                gained, lost = (added, removed) if kind == "add" else (removed, added)
+                if lost.pop(name, None) is None:
+                    gained[name] = file
+        return (removed.values(), added.values(), described_anew) if changes_rows else ((), (), False)
 
-    def _entries(self, before: int, after: int) -> Iterator[tuple[str, _File]]:
-        """Yield the files that entries add and remove, in order, with "add" or "remove".
+    def _entries(self, before: int, after: int) -> Iterator[list[tuple[str, dict[str, Any]]]]:
+        """Yield the actions of each entry of the log after one version up to another, with their kinds.
 
         :raises VersionGone: when an entry is gone.
         """
         try:
             entries = self._log.getChanges(before + 1, after, self._default("getChanges", 2), True)
             while entries.hasNext():
-                actions = entries.next()._2().iterator()
+                actions, found = entries.next()._2().iterator(), []
                 while actions.hasNext():
-                    ((kind, values),) = json.loads(actions.next().json()).items()
-                    if kind in ("add", "remove"):
-                        yield kind, values
+                    found += json.loads(actions.next().json()).items()
+                yield found
         except Py4JJavaError as e:
             if is_gone(e) or "IllegalState" in str(e):
                 raise VersionGone(f"entries after version {before} are gone") from e
@@ -173,7 +204,7 @@ class TableVersions:
             raise VersionGone("another writer has removed a file without a description")
         values = {name: file[name] for name in _OF_FILE if name in file}
         text = json.dumps({"add": {"modificationTime": 0, **values}})
-        return self._jvm.org.apache.spark.sql.delta.actions.Action.fromJson(text)
+        return self._action.fromJson(text)
 
     def _sequence(self, values: Iterable[Any]) -> Any:
         """Return a sequence of Scala."""
@@ -182,7 +213,7 @@ class TableVersions:
             found.add(value)
         return self._jvm.scala.jdk.javaapi.CollectionConverters.asScala(found).toSeq()
 
-    def _rows(self, snapshot: Any, files: Any) -> DataFrame:
+    def _in_files(self, snapshot: Any, files: Any) -> DataFrame:
         """Return the rows in some files, read as those of a version."""
         found = self._log.createDataFrame(snapshot, files, False, self._default("createDataFrame", 4))
         # Delta gives it the session that is active in the thread; its plan is needed in ours.

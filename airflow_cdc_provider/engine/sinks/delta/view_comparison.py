@@ -22,7 +22,7 @@ from airflow_cdc_provider.engine.sinks.delta.table_layout import Layout, quoted
 from airflow_cdc_provider.engine.sinks.delta.table_versions import TableVersions, VersionGone, is_gone
 from airflow_cdc_provider.engine.sinks.delta.view_check import table_exists
 from airflow_cdc_provider.engine.sinks.delta.view_record import DeltaView, Moment, views_of
-from airflow_cdc_provider.engine.sinks.delta.view_rows import ViewRows
+from airflow_cdc_provider.engine.sinks.delta.view_rows import ViewRows, bags
 from airflow_cdc_provider.engine.sinks.record_log.record_contents import Contents, targets_of
 
 
@@ -41,7 +41,8 @@ def compare_view(
 
     def compared() -> bool:
         try:
-            return _compare_once(spark, layout, contents, application, label, found)
+            found.extend(_compare_once(spark, layout, contents, application, label))
+            return bool(found)
         except SPARK_ERRORS as e:
             raise (_gone(label) if is_gone(e) else examination_failure(e)) from e
         except VersionGone as e:
@@ -65,34 +66,29 @@ def _compare_once(
     contents: Callable[[], Contents],
     application: str,
     label: str,
-    found: list[ViewResult | None],
-) -> bool:
-    """Compare with the moment that the table has; return false if the record has changed meanwhile."""
+) -> Sequence[ViewResult | None]:
+    """Compare with the moment that the table has; return the result, or nothing if the record has changed meanwhile."""
     recorded = contents()
     versions = [view for view in views_of(recorded) if view.view.label == label]
     targets = targets_of(recorded)
     readable = [view for view in versions if view.view.columns.keys() <= targets.keys()]
     if not readable:
-        found.append(None)
-        return True
-    if not any(view.reached for view in readable) and not table_exists(lambda: spark, layout, readable[-1].view):
-        found.append(ViewResult(label))
-        return True
+        return [None]
     if not table_exists(lambda: spark, layout, readable[-1].view):
-        raise _gone(label)
+        if any(view.reached for view in readable):
+            raise _gone(label)
+        return [ViewResult(label)]
     table = TableVersions(spark, layout, readable[-1].view)
     pin = table.current()
     number = table.number(pin, application)
     if [view for view in views_of(contents()) if view.view.label == label] != versions:
-        return False
+        return []
     # A step writes the table before its end is recorded.
     written = [(view, view.next) for view in readable if view.next is not None and view.next.number == number]
     reached = [(view, view.reached) for view in reversed(readable) if view.reached is not None]
     for view, moment in [*written, *reached][:1]:
-        found.append(_result(view, ViewRows(spark, layout, targets, view.view), moment, table.rows(pin)))
-        return True
-    found.append(ViewResult(label))
-    return True
+        return [_result(view, ViewRows(spark, layout, targets, view.view), moment, table.rows(pin))]
+    return [ViewResult(label)]
 
 
 def _result(view: DeltaView, rows: ViewRows, moment: Moment, stored: DataFrame) -> ViewResult:
@@ -103,7 +99,7 @@ def _result(view: DeltaView, rows: ViewRows, moment: Moment, stored: DataFrame) 
     floats = {f"o{n}" for n, (_, kind) in enumerate(wanted.dtypes) if kind in ("float", "double")} - set(anchor)
     sides = wanted.toDF(*columns), stored.select(*map(quoted, outputs)).toDF(*columns)
     close = view.view.grouped and floats
-    apart = _close(*sides, columns, anchor, floats) if close else _apart(*sides, columns, anchor)
+    apart = _close(*sides, columns, anchor, floats) if close else _apart(*sides, anchor)
     found = apart.persist()
     try:
         count = found.count()
@@ -128,11 +124,10 @@ def _kind(wanted: int, stored: int) -> DifferenceKind:
     return "missing" if not stored else "extra" if not wanted else "different"
 
 
-def _apart(wanted: DataFrame, stored: DataFrame, columns: Sequence[str], anchor: Sequence[str]) -> DataFrame:
+def _apart(wanted: DataFrame, stored: DataFrame, anchor: Sequence[str]) -> DataFrame:
     """Return the anchors whose bags of rows differ, with the numbers of their rows on both sides."""
-    sides = wanted.withColumns({"w": f.lit(1), "s": f.lit(0)}).union(stored.withColumns({"w": f.lit(0), "s": f.lit(1)}))
-    bags = sides.groupBy(*columns).agg(f.sum("w").alias("w"), f.sum("s").alias("s"))
-    return _summed(bags, anchor, f.col("w") != f.col("s"))
+    counted = bags(wanted, stored).withColumnsRenamed({"ours": "w", "theirs": "s"})
+    return _summed(counted, anchor, f.col("w") != f.col("s"))
 
 
 def _close(

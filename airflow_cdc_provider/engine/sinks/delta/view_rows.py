@@ -8,7 +8,7 @@ of the anchors are computed, and a MERGE writes those that differ.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
@@ -20,10 +20,11 @@ from airflow_cdc_provider.engine.sinks.delta.spark_errors import retry_on_confli
 from airflow_cdc_provider.engine.sinks.delta.table_layout import Layout, location, quoted
 from airflow_cdc_provider.engine.sinks.delta.table_versions import TableVersions, VersionGone
 from airflow_cdc_provider.engine.sinks.delta.view_check import empty_relation, table_exists
-from airflow_cdc_provider.engine.sinks.delta.view_record import Moment
+from airflow_cdc_provider.engine.sinks.delta.view_record import Moment, Pin
 from airflow_cdc_provider.engine.views.definition import View
 
 _ANCHORS = "cdc_anchors"
+_FLOATS = ("float", "double")
 
 
 class ViewRows:
@@ -38,11 +39,11 @@ class ViewRows:
         self._layout = layout
         self._targets = targets
         self._view = view
+        self._opened: dict[str, TableVersions] = {}
         self._relations = {label: f"cdc_table_{n}" for n, label in enumerate(view.columns)}
         self._outputs = [output.name for output in view.outputs]
         self._columns = [f"o{n}" for n in range(len(self._outputs))]
         self._anchor = [each.output for each in view.anchor]
-        self._anchor_columns = [self._columns[self._outputs.index(name)] for name in self._anchor]
 
     # -- computing ----------------------------------------------------------------------------------
 
@@ -51,15 +52,20 @@ class ViewRows:
 
         :raises VersionGone: when a version of a table is gone.
         """
-        self._read(moment)
+        self._read(moment, TableVersions.rows)
         return self._spark.sql(self._view.select(self._relations))
 
-    def _read(self, moment: Moment) -> None:
+    def _versions(self, label: str) -> TableVersions:
+        if label not in self._opened:
+            self._opened[label] = TableVersions(self._spark, self._layout, self._targets[label])
+        return self._opened[label]
+
+    def _read(self, moment: Moment, rows_of: Callable[[TableVersions, Pin], DataFrame]) -> None:
         """Let the relations be the tables at a moment."""
         for label, columns in self._view.columns.items():
             pin, target = moment.pins[label], self._targets.get(label)
             if pin is not None and target is not None:
-                rows = TableVersions(self._spark, self._layout, target).rows(pin).select(*map(quoted, columns))
+                rows = rows_of(self._versions(label), pin).select(*map(quoted, columns))
             elif target is not None and {*columns} <= {column.name for column in target.table.columns}:
                 rows = empty_relation(self._spark, target, columns)
             else:
@@ -67,14 +73,17 @@ class ViewRows:
             rows.createOrReplaceTempView(self._relations[label])
 
     def anchors(self, before: Moment, after: Moment) -> DataFrame | None:
-        """Return the anchors that changes between two moments affect, ``a0`` …; ``None`` if nothing has changed.
+        """Return the anchors that changes between two moments affect, ``a0`` …; ``None`` if no rows have changed.
 
         :raises VersionGone: as :meth:`at`.
         """
-        self._read(after)
+        self._read(after, TableVersions.listed_rows)
         changed = {}
         for n, label in enumerate(self._view.columns):
             rows = self._changes(label, before, after)
+            if rows is not None and self._joined(label):
+                rows, count = _kept(rows)  # whether there are any, before other tables are read as a whole
+                rows = rows if count else None
             if rows is not None:
                 changed[label] = f"cdc_changes_{n}"
                 rows.createOrReplaceTempView(changed[label])
@@ -82,29 +91,27 @@ class ViewRows:
         return self._spark.sql(" UNION ALL ".join(walks)).distinct() if walks else None
 
     def _changes(self, label: str, before: Moment, after: Moment) -> DataFrame | None:
-        """Return the old and new values of rows whose columns differ, ``r0`` … in the order of the view's columns."""
+        """Return the old and new values of rows whose columns differ, ``r0`` … in the order of the view's columns.
+
+        :returns: ``None`` if no files differ.
+        """
         columns = self._view.columns[label]
         old, new = before.pins.get(label), after.pins[label]
         if old == new:
             return None
         if new is None:
             raise VersionGone(f"the table of {label} is gone")
-        table = TableVersions(self._spark, self._layout, self._targets[label])
         if old is None:
-            return self._numbered(table.rows(new), columns)
-        sides = table.differing(old, new)
+            return self._numbered(self._spark.table(self._relations[label]), columns)
+        sides = self._versions(label).differing(old, new)
         if sides is None:
             return None
         removed, added = (self._numbered(rows, columns) for rows in sides)
-        counted = removed.withColumn("n", f.lit(-1)).union(added.withColumn("n", f.lit(1)))
-        names = [f"r{n}" for n in range(len(columns))]
-        # Grouping does not distinguish zero from minus zero.
-        texts = [
-            f.col(name).cast("string").alias(f"text_{name}")
-            for name, kind in removed.dtypes
-            if kind in ("float", "double")
-        ]
-        return counted.groupBy(*names, *texts).agg(f.sum("n").alias("n")).where("n <> 0").select(*names)
+        return bags(removed, added).where("ours <> theirs").drop("ours", "theirs")
+
+    def _joined(self, label: str) -> bool:
+        """Return whether joins lead from a table to the anchor."""
+        return any(alias.parent for alias in self._view.aliases if alias.label == label)
 
     @staticmethod
     def _numbered(rows: DataFrame, columns: Sequence[str]) -> DataFrame:
@@ -156,10 +163,10 @@ class ViewRows:
         return count
 
     def _differences(self, anchors: DataFrame) -> DataFrame | None:
-        """Return the rows of anchors of which the table has other numbers of copies than it should.
+        """Return the rows of anchors of which the table has a wrong number of copies.
 
-        :returns: the rows, ``o0`` …, the copies that are wanted, ``w``, and those that are stored, ``s``; ``None`` if
-            no rows differ.
+        :returns: the rows, ``o0`` …, as :func:`bags` has them; ``ours`` is what the table should have, ``theirs`` what
+            it has. ``None`` if no rows differ.
         """
         anchors.createOrReplaceTempView(_ANCHORS)
         root = quoted(self._view.root.name)
@@ -170,11 +177,9 @@ class ViewRows:
         wanted = self._spark.sql(select).toDF(*self._columns)
         own = " AND ".join(f"v.{quoted(name)} <=> a.a{n}" for n, name in enumerate(self._anchor))
         table = TableVersions(self._spark, self._layout, self._view)
-        stored = table.rows(table.current()).alias("v").join(anchors.alias("a"), f.expr(own), "left_semi")
+        stored = table.listed_rows(table.current()).alias("v").join(anchors.alias("a"), f.expr(own), "left_semi")
         stored = stored.select(*map(quoted, self._outputs)).toDF(*self._columns)
-        sides = (rows.withColumns({"w": f.lit(w), "s": f.lit(1 - w)}) for rows, w in ((wanted, 1), (stored, 0)))
-        bags = next(sides).union(next(sides)).groupBy(*self._columns).agg(f.sum("w").alias("w"), f.sum("s").alias("s"))
-        different, count = _kept(bags.where("w <> s"))
+        different, count = _kept(bags(wanted, stored).where("ours <> theirs"))
         return different if count else None
 
     def _merge(self, different: DataFrame, number: int, application: str) -> None:
@@ -183,12 +188,17 @@ class ViewRows:
         The source has a row for each different row that the table has, which matches its copies, to delete them, and
         the copies that the table should have, which match none.
         """
-        gone = different.where("s > 0").withColumn("gone", f.lit(True))
-        new = different.withColumn("copy", f.explode(f.expr("if(w > 0, sequence(1, w), array())")))
-        sides = (each.select(*self._columns, "gone") for each in (gone, new.withColumn("gone", f.lit(False))))
-        next(sides).union(next(sides)).createOrReplaceTempView("cdc_source")
-        pairs = zip(self._outputs, self._columns, strict=True)
-        match = " AND ".join(f"t.{quoted(name)} <=> s.{column}" for name, column in pairs)
+        gone = different.where("theirs > 0").select(*self._columns, f.lit(True).alias("gone"))
+        copies = f.explode(f.expr("array_repeat(0, int(ours))")).alias("copy")
+        new = different.select(*self._columns, f.lit(False).alias("gone"), copies).drop("copy")
+        gone.union(new).createOrReplaceTempView("cdc_source")
+        pairs = zip(self._outputs, different.dtypes, strict=False)
+        identity = self._anchor if self._view.one_row else self._outputs  # few columns if they suffice, to be fast
+        match = " AND ".join(
+            f"{_exact(f't.{quoted(name)}', kind)} <=> {_exact(f's.{column}', kind)}"
+            for name, (column, kind) in pairs
+            if name in identity
+        )
         names, values = ", ".join(map(quoted, self._outputs)), ", ".join(f"s.{column}" for column in self._columns)
 
         def write() -> None:
@@ -200,6 +210,25 @@ class ViewRows:
             )
 
         retry_on_conflict(write)
+
+
+def bags(ours: DataFrame, theirs: DataFrame) -> DataFrame:
+    """Count the copies of each row on two sides.
+
+    :param ours, theirs: rows with the same columns.
+    :returns: the distinct rows, and the numbers of copies, ``ours`` and ``theirs``.
+    """
+    # Zero and minus zero are equal as numbers, not as texts.
+    texts = [f.expr(_exact(quoted(name), kind)).alias(name) for name, kind in ours.dtypes]
+    one = ours.select(*texts, f.lit(1).alias("ours"), f.lit(0).alias("theirs"))
+    other = theirs.select(*texts, f.lit(0).alias("ours"), f.lit(1).alias("theirs"))
+    found = one.union(other).groupBy(*ours.columns).agg(f.sum("ours").alias("ours"), f.sum("theirs").alias("theirs"))
+    return found.withColumns({name: f.col(name).cast(kind) for name, kind in ours.dtypes if kind in _FLOATS})
+
+
+def _exact(value: str, kind: str) -> str:
+    """Return an expression that is equal only if a value is the same."""
+    return f"CAST({value} AS STRING)" if kind in _FLOATS else value
 
 
 def _kept(rows: DataFrame) -> tuple[DataFrame, int]:

@@ -59,6 +59,8 @@ class DeltaViews(DeltaRecord):
         # Otherwise Delta refuses to read an old version, such as a pinned one of a table that has just changed after a
         # week, although its files exist.
         spark.conf.set("spark.databricks.delta.vacuum.enforceTimeTravelWithinDeletedFileRetentionDuration", "false")
+        # Sources of MERGE are kept already, see :mod:`.view_rows`.
+        spark.conf.set("spark.databricks.delta.merge.materializeSource", "none")
         return spark
 
     # -- definitions ---------------------------------------------------------------------------------

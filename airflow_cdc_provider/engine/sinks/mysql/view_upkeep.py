@@ -30,7 +30,7 @@ class MysqlViewUpkeep(ViewUpkeep):
     :param targets: the recorded targets by label.
     """
 
-    join: ClassVar[str] = "STRAIGHT_JOIN"
+    join_operator: ClassVar[str] = "STRAIGHT_JOIN"
 
     def __init__(
         self, session: Session, pipeline: str, targets: Mapping[str, Target], versions: Sequence[ViewVersion]

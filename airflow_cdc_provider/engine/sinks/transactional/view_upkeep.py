@@ -78,7 +78,7 @@ class ViewUpkeep(ABC):
     :param versions: the versions in the record.
     """
 
-    join: ClassVar[str] = "JOIN"
+    join_operator: ClassVar[str] = "JOIN"
     """The operator of the joins from changed rows to the root."""
 
     def __init__(self, versions: Sequence[ViewVersion]) -> None:
@@ -172,7 +172,7 @@ class ViewUpkeep(ABC):
     def _settle(self, version: ViewVersion, labels: Collection[str], before: LogPosition) -> None:
         started = time.monotonic()
         affected = self._affected(version)
-        anchors = affected.find(version.view.walks(self._changed(version, labels), affected.tables, self.join))
+        anchors = affected.find(version.view.walks(self._changed(version, labels), affected.tables, self.join_operator))
         failpoint("after-view-anchors")
         if not anchors:
             return
