@@ -1,4 +1,4 @@
-"""Versions of Delta tables that a view reads: rearranged, described anew, and gone."""
+"""Versions of Delta tables that a view reads: rearranged, described again, and gone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def spark() -> Iterator[SparkSession]:
         yield session
 
 
-def test_entries_that_rearrange_rows_or_describe_them_anew(
+def test_entries_that_rearrange_rows_or_describe_them_again(
     spark: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lake = Lake(tmp_path, [SHARES])

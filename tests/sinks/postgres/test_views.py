@@ -44,10 +44,12 @@ def test_an_unchanged_row_is_not_written(empty: str) -> None:
     assert after[1] != before[1]
 
 
-def test_indexes_for_the_upkeep_are_created_once(empty: str) -> None:
+def test_indexes_for_the_upkeep_are_created_once_and_pages_have_room(empty: str) -> None:
     shop = a_shop(empty, wide=WIDE, cities=CITIES)
     found = shop.rows("SELECT indexdef FROM pg_indexes WHERE schemaname = 'mirror' AND indexname LIKE 'airflow_cdc%'")
     assert sorted(row[0].partition(" USING ")[2] for row in found) == ["btree (city)", "btree (customer_id)"]
+    packed = "SELECT relname FROM pg_class WHERE relname IN ('orders', 'wide') AND reloptions = '{fillfactor=90}'"
+    assert len(shop.rows(packed)) == 2
     printed = replace(shop.sink.views[0], sql=f"{WIDE} WHERE o.total > 0", indexes="print")
     shop.store.query(
         "DROP INDEX mirror." + shop.rows("SELECT indexname FROM pg_indexes WHERE indexdef LIKE '%customer_id)'")[0][0]

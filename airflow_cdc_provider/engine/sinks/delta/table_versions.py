@@ -4,7 +4,7 @@ A file of a table never changes. Its deletion vector, which hides rows, may; the
 again. So rows in files that no entry of the log between two versions names are the same in both versions.
 
 An entry may also rearrange rows, such as that of OPTIMIZE: the files that it adds have the rows of those that it
-removes. Or it describes files anew that are there already; then it removes none.
+removes. Or it describes files again that are there already; then it removes none.
 """
 
 from __future__ import annotations
@@ -151,11 +151,11 @@ class TableVersions:
         later = self._snapshot(after)
         if before.id != after.id:
             raise VersionGone(f"the table was created again since version {before.version}")
-        removed, added, described_anew = self._changed_files(before.version, after.version)
+        removed, added, redescribed = self._changed_files(before.version, after.version)
         if not removed and not added:
             return None
         # To read the state of the earlier version takes as long as a small step.
-        earlier = self._snapshot(before) if described_anew else later
+        earlier = self._snapshot(before) if redescribed else later
         old, new = self._sequence(map(self._file, removed)), self._sequence(map(self._file, added))
         return self._in_files(earlier, old), self._in_files(later, new)
 
@@ -167,10 +167,10 @@ class TableVersions:
         """
         removed: dict[_Name, _File] = {}
         added: dict[_Name, _File] = {}
-        changes_rows = described_anew = False
+        changes_rows = redescribed = False
         for entry in self._entries(before, after):
             kinds = {kind for kind, _ in entry}
-            described_anew = described_anew or not kinds.isdisjoint(("metaData", "protocol"))
+            redescribed = redescribed or not kinds.isdisjoint(("metaData", "protocol"))
             for kind, file in entry:
                 if kind not in ("add", "remove") or not ("remove" in kinds or file["dataChange"]):
                     continue
@@ -179,7 +179,7 @@ class TableVersions:
                 gained, lost = (added, removed) if kind == "add" else (removed, added)
                 if lost.pop(name, None) is None:
                     gained[name] = file
-        return (removed.values(), added.values(), described_anew) if changes_rows else ((), (), False)
+        return (removed.values(), added.values(), redescribed) if changes_rows else ((), (), False)
 
     def _entries(self, before: int, after: int) -> Iterator[list[tuple[str, dict[str, Any]]]]:
         """Yield the actions of each entry of the log after one version up to another, with their kinds.
