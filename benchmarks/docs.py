@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from benchmarks import plots
@@ -32,6 +33,7 @@ CASES = "cases"
 # Findings that are not repeated: their length is a number of batches or a time.
 _ONCE = frozenset({FLOOR, SOAK})
 _MIB = 1 << 20
+_WIDTH = 120
 
 _BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -190,11 +192,11 @@ def _views(found: Mapping[str, Any]) -> str:
     names = ("ratio_to_mirror", "ratio_to_small", "ratio_to_small_alone", "upkeep_seconds_a_unit")
     to_mirror, to_small, alone, upkeep = (found[name] for name in names)
     text = (
-        f"With the view, the mirror is filled **{to_mirror:.2f}** times as fast as alone. The same changes of tables"
+        f"With the view, changes are applied **{to_mirror:.2f}** times as fast as without. The same changes of tables"
         f" ten times as large take {to_small:.2f} times the time, without the view {alone:.2f} times. The upkeep of the"
         f" view takes {upkeep:.2f} s a unit, `REFRESH MATERIALIZED VIEW` {_spread(found['refresh'], 2)} s."
     )
-    return f"{text}\n\n{cases}\n\n{single}"
+    return f"{fill(text, _WIDTH)}\n\n{cases}\n\n{single}"
 
 
 def _joins(found: Mapping[str, Any]) -> str:
