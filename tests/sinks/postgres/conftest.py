@@ -1,4 +1,4 @@
-"""Fixtures of the tests of views."""
+"""Fixtures of the tests of the Postgres sink."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from tests.support.postgres_store import PostgresStore
 
 @pytest.fixture(scope="module")
 def database(target_server: PostgresServer) -> Iterator[str]:
-    create_database(target_server, "views")
-    yield target_server.dsn("views")
-    drop_database(target_server, "views")
+    """Return a database for all tests of a module."""
+    create_database(target_server, "sink")
+    yield target_server.dsn("sink")
+    drop_database(target_server, "sink")
 
 
 @pytest.fixture
 def empty(database: str) -> Iterator[str]:
+    """Return the database, from which what a pipeline with views has made is removed afterwards."""
     yield database
     PostgresStore(database).query("DROP SCHEMA IF EXISTS airflow_cdc, mirror, dwd CASCADE")

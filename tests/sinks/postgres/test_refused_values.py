@@ -9,8 +9,6 @@ import pytest
 
 from airflow_cdc_provider.engine.core.errors import CdcError, Retry, TargetConflict, ValueRefused
 from airflow_cdc_provider.engine.core.record import Mode
-from local_servers.postgres import PostgresServer
-from tests.conftest import create_database, drop_database
 from tests.sinks.begun_sink import NEW, TARGET, WHOLE, begin
 from tests.support.postgres_store import PostgresStore
 from tests.support.refusals import attempts
@@ -34,14 +32,6 @@ STATES = (
     "A1B2C",
 )
 RECORDS = ("pipelines", "tables", "chunks")
-
-
-@pytest.fixture(scope="module")
-def database(target_server: PostgresServer) -> Iterator[str]:
-    """Return a database for all of these tests."""
-    create_database(target_server, "refusals")
-    yield target_server.dsn("refusals")
-    drop_database(target_server, "refusals")
 
 
 @pytest.fixture

@@ -23,20 +23,11 @@ from airflow_cdc_provider.engine.sinks.postgres import fence as postgres_fence
 from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
 from airflow_cdc_provider.engine.sinks.staged import StagedPiece
 from airflow_cdc_provider.engine.sources.postgres.stream.pipelined_commit import PipelinedCommit
-from local_servers.postgres import PostgresServer
-from tests.conftest import Databases, ServerMaker, create_database, drop_database
+from tests.conftest import Databases, ServerMaker
 from tests.sinks.begun_sink import LABEL, WHOLE, begin, refuse, upsert
 from tests.sinks.contract import ProtocolContract
 from tests.sinks.contract_rows import ChangelogContract, MirrorContract
 from tests.support.postgres_store import PostgresStore
-
-
-@pytest.fixture(scope="module")
-def database(target_server: PostgresServer) -> Iterator[str]:
-    """Return a database for all tests of the contract."""
-    create_database(target_server, "contract")
-    yield target_server.dsn("contract")
-    drop_database(target_server, "contract")
 
 
 @pytest.fixture
