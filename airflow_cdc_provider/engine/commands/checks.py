@@ -20,6 +20,7 @@ from airflow_cdc_provider.engine.core.errors import StateUnwritable
 from airflow_cdc_provider.engine.core.findings import Checks, Finding
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.driver_checks import convert_driver_errors
+from airflow_cdc_provider.engine.runs.commit_records import existing_record
 from airflow_cdc_provider.engine.runs.metrics import require_client
 from airflow_cdc_provider.engine.runs.sink_checks import check_sinks
 from airflow_cdc_provider.engine.sources.contract import source_of
@@ -54,11 +55,12 @@ def preflight(pipeline: Pipeline) -> list[Finding]:
     """
     checks = Checks(convert_driver_errors)
     with source_of(pipeline).checking(checks) as found:
-        records = check_sinks(checks, pipeline, found.tables, found.identity)
+        provisioned = check_sinks(checks, pipeline, found.tables, found.identity)
         checks.run("state", partial(_state, pipeline))
         if pipeline.metrics.prometheus is not None:
             checks.run("metrics", partial(require_client, pipeline))
-        if records and found.require_continuation is not None:
+        if provisioned and found.require_continuation is not None:
+            records = [partial(existing_record, branch) for branch in provisioned]
             checks.run("continuation", partial(found.require_continuation, records))
     return checks.findings
 

@@ -16,7 +16,7 @@ from airflow_cdc_provider.engine.core.errors import ConnectionFailed
 from airflow_cdc_provider.engine.core.lsn import format_lsn
 from airflow_cdc_provider.engine.core.record import Record, require_kind
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.engine.runs.commit_records import sink_of
+from airflow_cdc_provider.engine.runs.commit_records import existing_record, sink_of
 from airflow_cdc_provider.engine.runs.run_errors import last_error
 from airflow_cdc_provider.engine.runs.view_states import branch_view_states
 from airflow_cdc_provider.engine.sinks.all_records import merged
@@ -37,12 +37,15 @@ def status(pipeline: Pipeline) -> dict[str, Any]:
     unreachable: dict[str, Any] = {}
     record: Record | None = None
     records: dict[str, Record | None] = {}
+    provisioned = []
     views: list[dict[str, Any]] = []
     several = len(pipeline.sinks) > 1
     for branch in pipeline.branches:
         place = branch.sink.place
         try:
             records[place] = sink_of(branch).record()
+            if records[place] is not None:
+                provisioned.append(partial(existing_record, branch))
             views += [state | ({"sink": place} if several else {}) for state in branch_view_states(branch)]
         except ConnectionFailed as e:
             unreachable[f"sink {place}" if several else "sink"] = e
@@ -53,7 +56,7 @@ def status(pipeline: Pipeline) -> dict[str, Any]:
     at_source = SourceStatus(trouble=foreign)
     if foreign is None:
         try:
-            at_source = source_of(pipeline).status(record, known, judge=not beats)  # a job passes the gate itself
+            at_source = source_of(pipeline).status(record, provisioned, judge=not beats)  # a job passes the gate itself
         except ConnectionFailed as e:
             unreachable["source"] = e
     if unreachable and not beats:

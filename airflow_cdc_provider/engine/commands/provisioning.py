@@ -37,7 +37,7 @@ def _provision(pipeline: Pipeline, takeover: bool) -> dict[str, Any]:
     if not takeover and is_streaming(State(pipeline.state)) and (joining := source.joining()):
         requested = resnapshot(pipeline, tables=joining)["requested"]
         record = existing_record(pipeline)
-        return {**_provisioned(record), "requested": requested, **source.facts(record)}
+        return {**_provisioned(record), "requested": requested, **source.facts()}
     _require_ready(pipeline)
     record, facts = source.provision(takeover)
     return {**_provisioned(record), **facts}

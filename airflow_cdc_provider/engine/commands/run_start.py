@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from airflow_cdc_provider.engine.commands.attention import noting_errors
@@ -88,11 +89,10 @@ def rehearse(pipeline: Pipeline, part: str, takeover: bool) -> None:
     refuse_second_writer(state, record.epoch, None, takeover)
     if part == STREAM:
         require_copied(pipeline, record)
-    records = [existing_record(branch) for branch in pipeline.branches]
-    source_of(pipeline).require_continuation(records)
+    source_of(pipeline).require_continuation([partial(existing_record, branch) for branch in pipeline.branches])
     if part != RESNAPSHOT:
-        for branch, own in zip(pipeline.branches, records, strict=True):
-            require_targets(branch, sink_of(branch), own)
+        for branch in pipeline.branches:
+            require_targets(branch, sink_of(branch), existing_record(branch))
 
 
 def require_copied(pipeline: Pipeline, record: Record) -> None:

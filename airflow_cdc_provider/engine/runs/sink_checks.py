@@ -10,7 +10,7 @@ from typing import Any
 
 from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError
 from airflow_cdc_provider.engine.core.findings import Checks
-from airflow_cdc_provider.engine.core.record import CHANGELOG_NAMES, Record, Target
+from airflow_cdc_provider.engine.core.record import CHANGELOG_NAMES, Target
 from airflow_cdc_provider.engine.core.source_identity import SourceIdentity
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
@@ -21,24 +21,24 @@ from airflow_cdc_provider.engine.runs.commit_records import sink_of
 
 def check_sinks(
     checks: Checks, pipeline: Pipeline, tables: Sequence[Table] | None, source: SourceIdentity | None
-) -> list[Record]:
+) -> list[Pipeline]:
     """Check the sinks of a pipeline without changing anything.
 
     :param tables: the tables that would be captured; ``None`` if they are not known.
     :param source: see :meth:`.SinkPlugin.check`.
-    :returns: the commit records of the sinks that have one and that can be reached.
+    :returns: the branches whose sinks have a commit record and can be reached.
     """
-    records = []
+    provisioned = []
     for branch in pipeline.branches:
         with suppress(CdcError, *DRIVER_ERRORS):  # provisioning reports problems of a record
             if (record := sink_of(branch).record()) is not None:
-                records.append(record)
+                provisioned.append(branch)
                 if checks.run("mode", partial(require_mode, branch, record.identity)) is None:
                     continue  # obstacles to the other mode do not matter
         check_targets(checks, branch, tables, source)
     if len(pipeline.sinks) > 1:
         checks.run("sinks", partial(_sinks, pipeline))
-    return records
+    return provisioned
 
 
 def check_targets(

@@ -41,6 +41,10 @@ TellTable = Callable[[str, int, int], None]
 """Called with a table's label, the amount compared so far, and the total amount."""
 
 
+ReadRecord = Callable[[], Record]
+"""Reads the commit record of a sink that has one."""
+
+
 @dataclass(frozen=True)
 class CheckedSource:
     """The findings of the checks of a source.
@@ -52,7 +56,7 @@ class CheckedSource:
 
     tables: Sequence[Table] | None = None
     identity: SourceIdentity | None = None
-    require_continuation: Callable[[Sequence[Record]], str] | None = None
+    require_continuation: Callable[[Sequence[ReadRecord]], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -117,10 +121,11 @@ class Source(AttachedSource, Protocol):
         :raises SparkUnusable: when Spark lacks it.
         """
 
-    def require_continuation(self, records: Sequence[Record]) -> str:
+    def require_continuation(self, records: Sequence[ReadRecord]) -> str:
         """Check that the source can continue what the sinks have.
 
-        :param records: the commit records of the sinks that have one.
+        :param records: read the commit records of the sinks that have one. A stream may be running, and what is read
+            of the source before may be older than the record.
         :returns: a sentence.
         :raises GateClosed: naming the difference and the repair.
         :raises ConfigError: when a record was created with a source of another kind, or the pipeline file leaves out
@@ -144,7 +149,7 @@ class Source(AttachedSource, Protocol):
             before the one that refused.
         """
 
-    def facts(self, record: Record) -> Mapping[str, Any]:
+    def facts(self) -> Mapping[str, Any]:
         """Return the facts about the source that :meth:`provision` returns, changing nothing."""
 
     def copy_chunks(
@@ -166,11 +171,11 @@ class Source(AttachedSource, Protocol):
     def release(self, record: Record) -> None:
         """Remove the objects at the source that capture changes, once a copy-only pipeline has finished."""
 
-    def status(self, record: Record | None, records: Sequence[Record], judge: bool) -> SourceStatus:
+    def status(self, record: Record | None, records: Sequence[ReadRecord], judge: bool) -> SourceStatus:
         """Return how far the source is, and whether it can continue.
 
         :param record: the merged record of all sinks; ``None`` unless all have one.
-        :param records: the records of the sinks that have one.
+        :param records: see :meth:`require_continuation`.
         :param judge: whether to check that the source can continue these records.
         :raises ConnectionFailed: when the source cannot be reached.
         """

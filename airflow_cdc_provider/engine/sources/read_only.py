@@ -109,7 +109,7 @@ class ReadOnlySource:
         """Return no labels: a live stream cannot add tables."""
         return []
 
-    def facts(self, record: Record) -> Mapping[str, Any]:
+    def facts(self) -> Mapping[str, Any]:
         """Return no facts."""
         return {}
 

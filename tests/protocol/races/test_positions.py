@@ -7,7 +7,11 @@ import pytest
 
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.lsn import parse_lsn
+from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.runs.commit_records import existing_record
+from airflow_cdc_provider.engine.sources.contract import source_of
+from airflow_cdc_provider.engine.sources.postgres.recorded_slot import RecordedSlot
 from airflow_cdc_provider.engine.spark.session import spark_session
 from tests.commands.command_line import CommandLine
 from tests.protocol.races.scene import Make, Mode, events
@@ -53,6 +57,31 @@ def test_rows_of_one_copy(make_pipeline: Make, mode: Mode) -> None:
     assert pipeline.target_rows(
         "SELECT count(DISTINCT _commit_lsn), count(DISTINCT _seq) FROM public.t WHERE _op <> 'r'"
     ) == [(1, 1001)]
+
+
+def test_a_stream_that_goes_on_while_another_run_is_checked(make_pipeline: Make) -> None:
+    """The slot may be ahead of the record that was read before, or behind the one that is read after it."""
+    pipeline = make_pipeline()
+    pipeline.provision()
+    pipeline.copy()
+    pipeline.apply()
+
+    def goes_on() -> Record:
+        before = existing_record(pipeline.pipeline)
+        pipeline.source("UPDATE public.t SET body = body || '+' WHERE id = 1")
+        restart_follows(pipeline, pipeline.marker())
+        assert pipeline.confirmed() > before.applied
+        record = existing_record(pipeline.pipeline)
+        assert RecordedSlot.of(record.identity).seen > RecordedSlot.of(before.identity).seen
+        return record
+
+    def read() -> Record:
+        record = goes_on()
+        goes_on()
+        return record
+
+    source_of(pipeline.pipeline).require_continuation([read])
+    pipeline.assert_equal()
 
 
 def test_a_busy_table_beside_an_idle_captured_one(make_pipeline: Make) -> None:

@@ -15,6 +15,7 @@ from airflow_cdc_provider.engine.sources.contract import (
     CheckedSource,
     Follow,
     Reached,
+    ReadRecord,
     SourceStatus,
     TellTable,
     blocking_error,
@@ -72,10 +73,10 @@ class KafkaSource(ReadOnlySource):
         for branch in self.pipeline.branches:
             require_query(spark, self.pipeline, existing_record(branch))
 
-    def require_continuation(self, records: Sequence[Record]) -> str:
+    def require_continuation(self, records: Sequence[ReadRecord]) -> str:
         """Check that the topics can continue what the sinks have."""
-        for record in records:
-            pass_gate(Topics(self.settings), RecordedTopics.of(record))
+        for read in records:
+            pass_gate(Topics(self.settings), RecordedTopics.of(read()))
         return "The source can continue what the sinks have." if records else "Nothing has been provisioned yet."
 
     # -- commands -----------------------------------------------------------------------------------
@@ -90,7 +91,7 @@ class KafkaSource(ReadOnlySource):
 
         return follower(self.pipeline, ending.lsn, ending.caught_up)
 
-    def status(self, record: Record | None, records: Sequence[Record], judge: bool) -> SourceStatus:
+    def status(self, record: Record | None, records: Sequence[ReadRecord], judge: bool) -> SourceStatus:
         """Return offsets, skipped messages, and the number of unread messages."""
         read = {"offsets": {}, "skipped": []} if record is None else RecordedTopics.of(record).shown()
         facts = {**read, **lag_of(self.pipeline, record)}

@@ -37,6 +37,7 @@ from airflow_cdc_provider.engine.sources.contract import (
     CheckedSource,
     Follow,
     Reached,
+    ReadRecord,
     SourceStatus,
     TellTable,
     blocking_error,
@@ -104,13 +105,10 @@ class PostgresSource:
     def enter(self, part: str) -> None:
         """See :meth:`.AttachedSource.enter`."""
         with connected(self.settings.dsn) as source:
-            passed = [
-                (branch, record, gate(source, self.settings, record))
-                for branch in self.pipeline.branches
-                for record in [existing_record(branch)]
-            ]
-        for branch, record, passage in passed:
-            sink = sink_of(branch, part)
+            branches = self.pipeline.branches
+            passages = [gate(source, self.settings, partial(existing_record, branch)) for branch in branches]
+        for branch, passage in zip(branches, passages, strict=True):
+            sink, record = sink_of(branch, part), existing_record(branch)
             if part != RESNAPSHOT:
                 require_targets(branch, sink, record)
             # Parts of a run share the record's row with chunks in flight, so they write only what is necessary. A part
@@ -129,8 +127,8 @@ class PostgresSource:
 
             if existing_record(self.pipeline).epoch == epoch and await_condition(free, _RELEASE_SECONDS):
                 for branch, sink in zip(self.pipeline.branches, sinks, strict=True):
-                    record = existing_record(branch)
-                    record_passage(sink, replace(record, epoch=epoch), gate(source, self.settings, record))
+                    passage = gate(source, self.settings, partial(existing_record, branch))
+                    record_passage(sink, replace(existing_record(branch), epoch=epoch), passage)
 
     def end_readers(self, fence: Fence) -> None:
         """See :meth:`.AttachedSource.end_readers`."""
@@ -209,16 +207,16 @@ class PostgresSource:
                 " package of an object store by spark.jars.packages.",
             ) from e
 
-    def require_continuation(self, records: Sequence[Record]) -> str:
+    def require_continuation(self, records: Sequence[ReadRecord]) -> str:
         """See :meth:`.Source.require_continuation`."""
         with connected(self.settings.dsn) as source:
             require_primary(source)
             return self._continues(source, records)
 
-    def _continues(self, source: Connection, records: Sequence[Record]) -> str:
-        for record in records:
-            if not self._complete(source, record):
-                gate(source, self.settings, record)
+    def _continues(self, source: Connection, records: Sequence[ReadRecord]) -> str:
+        for read in records:
+            if not self._complete(source, read()):
+                gate(source, self.settings, read)
         return "The source can continue what the sinks have." if records else "Nothing has been provisioned yet."
 
     def _complete(self, source: Connection, record: Record) -> bool:
@@ -243,10 +241,10 @@ class PostgresSource:
         record, found = provisioning.provision(self.pipeline, takeover)
         return record, found.as_dict()
 
-    def facts(self, record: Record) -> Mapping[str, Any]:
+    def facts(self) -> Mapping[str, Any]:
         """Return the state of the slot."""
         with connected(self.settings.dsn) as source:
-            return gate(source, self.settings, record).slot.as_dict()
+            return gate(source, self.settings, partial(existing_record, self.pipeline)).slot.as_dict()
 
     def copy_chunks(
         self,
@@ -289,7 +287,7 @@ class PostgresSource:
         with connected(self.settings.dsn, writes=True) as source:
             removal.remove_slot(source, self.pipeline, record, State(self.pipeline.state))
 
-    def status(self, record: Record | None, records: Sequence[Record], judge: bool) -> SourceStatus:
+    def status(self, record: Record | None, records: Sequence[ReadRecord], judge: bool) -> SourceStatus:
         """See :meth:`.Source.status`."""
         with connected(self.settings.dsn) as source:
             found = slots.read_slot(source, self.settings.slot)

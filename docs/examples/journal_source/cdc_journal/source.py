@@ -9,6 +9,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -34,6 +35,7 @@ from airflow_cdc_provider.engine.sources.contract import (
     CheckedSource,
     Follow,
     Reached,
+    ReadRecord,
     SourceStatus,
     TellTable,
     blocking_error,
@@ -93,11 +95,12 @@ class JournalSource(ReadOnlySource):
                 "Restore the section `source`, or use another pipeline name.",
             )
 
-    def require_continuation(self, records: Sequence[Record]) -> str:
+    def require_continuation(self, records: Sequence[ReadRecord]) -> str:
         """Check that the table is unchanged, and still has the last row that the sinks have."""
         table = self._journal.table()
-        last = self._journal.last(table)
-        for record in records:
+        for read in records:
+            record = read()
+            last = self._journal.last(table)  # after the record: a running stream applies what is appended meanwhile
             self._require_same(record)
             (target,) = record.targets
             if target.table != table:
@@ -154,7 +157,7 @@ class JournalSource(ReadOnlySource):
         """Write rows to all sinks, unit by unit, until the goal is reached or the run is asked to stop."""
         run.commit_record.sweep(run.epoch)
         records = {branch: existing_record(branch.pipeline) for branch in run.branches}
-        self.require_continuation(list(records.values()))
+        self.require_continuation([partial(existing_record, branch.pipeline) for branch in run.branches])
         applied = {branch: record.applied for branch, record in records.items()}
         done = StreamProgress(min(applied.values()))
         tell(done)
@@ -173,12 +176,12 @@ class JournalSource(ReadOnlySource):
             else:
                 with run.commit_record.fenced(run.epoch):
                     pass  # the epoch is still ours
-                self.require_continuation([existing_record(branch.pipeline) for branch in run.branches])
+                self.require_continuation([partial(existing_record, branch.pipeline) for branch in run.branches])
                 run.wait(max(self.pipeline.stream.trigger, _LOOK_SECONDS))
             tell(done)
         return done
 
-    def status(self, record: Record | None, records: Sequence[Record], judge: bool) -> SourceStatus:
+    def status(self, record: Record | None, records: Sequence[ReadRecord], judge: bool) -> SourceStatus:
         """Return the number of the last row, and why the source cannot continue, if so."""
         facts: dict[str, Any] = {}
 

@@ -93,27 +93,26 @@ def require_primary(connection: Connection) -> None:
         )
 
 
-def gate(
-    connection: Connection, source: PostgresSourceSettings, record: Record, applied_now: Callable[[], Lsn] | None = None
-) -> Passage:
+def gate(connection: Connection, source: PostgresSourceSettings, read: Callable[[], Record]) -> Passage:
     """Check that the source can continue from the sink's record.
 
     :param connection: to the source.
-    :param record: the commit record.
-    :param applied_now: returns the applied LSN while units are being committed; called after the slot is read.
+    :param read: returns the commit record; called again each time, because a stream may be running. It commits before
+        it acknowledges, so the applied LSN is read after the slot; and it records what it has seen of the slot, so that
+        is read before.
     :raises GateClosed: naming what differs and the repair.
     """
     require_primary(connection)
+    recorded = RecordedSlot.of(read().identity)
     state = read_slot(connection, source.slot)
-    applied = record.applied if applied_now is None else applied_now()
+    record = read()
     now = read_identity(connection, source.slot, source.publication)
-    recorded = RecordedSlot.of(record.identity)
     _check_identity(recorded.slot_identity, source, now)
     moved = now.timeline != recorded.slot_identity.timeline
-    _check_slot(connection, source, record, state, applied, f"timeline {now.timeline}" if moved else None)
+    _check_slot(connection, source, state, record.applied, f"timeline {now.timeline}" if moved else None)
     assert state is not None
     # The filters of chunks whose high watermark lies beyond it are needed, too.
-    needed = max(applied, record.high)
+    needed = max(record.applied, record.high)
     if moved:
         _check_timeline(source, recorded.slot_identity.timeline, now.timeline, needed)
     elif state.restart_lsn < recorded.seen:
@@ -177,7 +176,6 @@ def refuse_lost(slot: str, state: SlotState) -> None:
 def _check_slot(
     connection: Connection,
     source: PostgresSourceSettings,
-    record: Record,
     state: SlotState | None,
     applied: Lsn,
     moved: str | None,

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from psycopg2 import sql
@@ -102,7 +103,7 @@ def provision(pipeline: Pipeline, takeover: bool) -> tuple[Record, slots.SlotSta
         record = existing_record(pipeline)
         require_epoch(record, epoch)
         write_record_copy(pipeline, state, record)
-        found = [gate(source, names, existing_record(branch)).slot for branch in pipeline.branches]
+        found = [gate(source, names, partial(existing_record, branch)).slot for branch in pipeline.branches]
     return record, found[0]
 
 
@@ -118,7 +119,7 @@ def _update(source: Connection, branch: Pipeline, epoch: int, tables: Sequence[T
     sink, names = sink_of(branch), postgres_settings(branch)
     record = existing_record(branch)
     require_epoch(record, epoch)
-    passage = gate(source, names, record)
+    passage = gate(source, names, partial(existing_record, branch))
     gone = _gone_tables(source, record, tables)
     if RecordedSlot.of(record.identity).created_publication:
         left = {leaf.oid for target in gone for leaf in target.table.leaves}

@@ -77,9 +77,8 @@ class SinkFanout:
 
     def gate(self, source: Connection) -> Passage:
         """Check that the source can continue what each sink has, see :func:`.gate.gate`."""
-        passages = [
-            gate(source, postgres_settings(self._run.pipeline), writer.record, writer.now) for writer in self._writers
-        ]
+        settings = postgres_settings(self._run.pipeline)
+        passages = [gate(source, settings, writer.current_record) for writer in self._writers]
         return passages[0]
 
     def record_source(self, passage: Passage) -> None:

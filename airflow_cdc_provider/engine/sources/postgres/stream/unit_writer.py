@@ -69,9 +69,9 @@ class UnitWriter(SchemaFollower):
         self._since = LOG_START
         staging.offers.append(self._next_task)
 
-    def now(self) -> Lsn:
-        """Return the current applied LSN."""
-        return self.applied
+    def current_record(self) -> Record:
+        """Return the commit record with what has been applied by now."""
+        return replace(self.record, applied=self.applied)
 
     @property
     def parted(self) -> bool:
