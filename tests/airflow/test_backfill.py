@@ -179,7 +179,7 @@ def test_a_backfill_heals_its_intervals(backfilled: Backfilled) -> None:
     assert sorted(backfilled.runs.values()) == ["failed", "failed", "success"]
     assert len(backfilled.damaged) == 9
     tries = backfilled.tries
-    assert tries[waiting[1]] == 2
+    assert tries[waiting[1]] == 2, backfilled.log(waiting[1])
 
     # Errors in a form are reported in its terms, and not retried.
     wrong = backfilled.run(DAG, tables=["public.t"], time_column="at")

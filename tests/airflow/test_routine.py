@@ -21,7 +21,7 @@ from tests.conftest import Databases
 from tests.support.pipelines import UNHURRIED, PipelineUnderTest
 from tests.support.threads import Stoppable
 
-pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.timeout(1800)]
 
 INCREMENTAL, VERIFY, DROP = "cdc_incremental", "cdc_verify", "cdc_drop"
 LIMIT = 90
