@@ -8,6 +8,7 @@ Finally, single customers with more and more orders are renamed while the stream
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +41,7 @@ FAN_OUT = (1, 100, 10_000, 1_000_000)
 
 _SECONDS = 600.0
 _POLL_SECONDS = 0.02
+_WAITING = "SELECT count(*) FROM airflow_cdc.views WHERE behind_lsn IS NOT NULL OR NOT complete"
 
 
 @dataclass(frozen=True)
@@ -228,20 +230,28 @@ def _drain(lab: Lab, name: str, orders: int, unit: Unit, view: bool) -> _Drained
 
 
 def _follow(lab: Lab, pipeline: Pipeline, end: int, changes: int | None = None) -> float:
-    """Stream to an LSN; return the seconds from the start of the walsender until everything is committed."""
-    ended = 0.0
+    """Stream to an LSN.
+
+    :returns: the seconds from the start of the walsender until everything is committed and no view waits for anything.
+    """
+    ended, applied = 0.0, threading.Event()
 
     def see(progress: StreamProgress) -> None:
+        if progress.applied >= end:
+            applied.set()
+
+    def is_over() -> bool:
         nonlocal ended
-        if progress.applied >= end and not ended:
+        if applied.is_set() and not ended and query(pipeline.sink.dsn, _WAITING) == (0,):
             ended = time.time()
+        return bool(ended) or following.done()
 
     with run_part(pipeline, "stream", None) as (run, record), ThreadPoolExecutor(1) as thread:
         following = thread.submit(StreamJob(lab.spark, run, record, see).follow, end)
         try:
             await_condition(lambda: _is_read(pipeline) or following.done(), _SECONDS, 0.01)
             began = walsender_start(pipeline.source.dsn, pipeline.source.slot)
-            await_condition(lambda: bool(ended) or following.done(), _SECONDS, 0.01)
+            await_condition(is_over, _SECONDS, 0.01)
             done = following.result()
         finally:
             run.ask_to_stop()

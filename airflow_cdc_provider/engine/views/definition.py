@@ -132,6 +132,15 @@ class View:
         return next(alias for alias in self.aliases if not alias.parent)
 
     @property
+    def own_anchors(self) -> str | None:
+        """Return the label of the root if a row of its table affects no other anchor than its own key.
+
+        ``None`` with GROUP BY, or if the table is joined to itself.
+        """
+        alone = sum(alias.label == self.root.label for alias in self.aliases) == 1
+        return self.root.label if alone and not self.grouped else None
+
+    @property
     def one_row(self) -> bool:
         """Return whether an anchor has at most one row."""
         return self.grouped or all(alias.at_most_one for alias in self.aliases)

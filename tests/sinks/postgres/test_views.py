@@ -48,7 +48,7 @@ def test_indexes_for_the_upkeep_are_created_once_and_pages_have_room(empty: str)
     shop = a_shop(empty, wide=WIDE, cities=CITIES)
     found = shop.rows("SELECT indexdef FROM pg_indexes WHERE schemaname = 'mirror' AND indexname LIKE 'airflow_cdc%'")
     assert sorted(row[0].partition(" USING ")[2] for row in found) == ["btree (city)", "btree (customer_id)"]
-    packed = "SELECT relname FROM pg_class WHERE relname IN ('orders', 'wide') AND reloptions = '{fillfactor=90}'"
+    packed = "SELECT relname FROM pg_class WHERE relname IN ('orders', 'wide') AND reloptions = '{fillfactor=70}'"
     assert len(shop.rows(packed)) == 2
     printed = replace(shop.sink.views[0], sql=f"{WIDE} WHERE o.total > 0", indexes="print")
     shop.store.query(

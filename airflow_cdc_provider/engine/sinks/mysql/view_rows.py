@@ -212,53 +212,52 @@ class ViewRows:
         with naming(self._view.label):
             self._insert_into(self._relation)
 
-    def recompute(self) -> None:
-        """Compute the rows of the found anchors, and write the differences to the view.
+    def recompute(self) -> int:
+        """Compute the rows of the found anchors, and write the differences to the view; return their number.
 
         :raises ViewRefused: when the server cannot compute or write them.
         """
         with naming(self._view.label):
-            self._recompute()
+            return self._recompute()
 
     def _insert_into(self, table: str) -> None:
         restriction = equal(self._found_anchor("cdc_anchor"), self.root_anchor(self._view.quote(self._view.root.name)))
         select = self._view.select(self.tables, (f"{self._temporary('anchors')} AS cdc_anchor", restriction))
         self._session.run(f"INSERT INTO {table} ({', '.join(self._columns)}) {select}")
 
-    def _recompute(self) -> None:
+    def _recompute(self) -> int:
         fresh, anchors = self._temporary("fresh"), self._temporary("anchors")
         self._session.run(f"CREATE TEMPORARY TABLE {fresh} LIKE {self._relation}")
         self._insert_into(fresh)
-        if self._view.one_row:
-            self._write_single(fresh, anchors)
-        else:
-            self._write_several(fresh, anchors)
+        write = self._write_single if self._view.one_row else self._write_several
+        return write(fresh, anchors)
 
     def _of(self, relation: str) -> list[str]:
         """Return the columns of a row of the view."""
         return [f"{relation}.{column}" for column in self._columns]
 
-    def _write_single(self, fresh: str, anchors: str) -> None:
+    def _write_single(self, fresh: str, anchors: str) -> int:
         """Write the differences of a view with at most one row for an anchor."""
         view, names = self._relation, ", ".join(self._columns)
         stored, wanted = self._of("v"), self._of("f")
         match = equal(self._anchor("v"), self._anchor("f"))
         values = ", ".join(f"{a} = {b}" for a, b in zip(stored, wanted, strict=True))
-        self._session.run(
+        changed = self._session.run(
             f"UPDATE {fresh} f STRAIGHT_JOIN {view} v {self._index} ON {match} SET {values}"
             f" WHERE NOT ({same(stored, wanted)})"
         )
         found = self._found_anchor("a")
-        self._session.run(  # for an alias, the server would need the name of the database
+        gone = self._session.run(  # for an alias, the server would need the name of the database
             f"DELETE {view} FROM {anchors} a STRAIGHT_JOIN {view} {self._index} ON {equal(self._anchor(view), found)}"
             f" WHERE NOT EXISTS (SELECT 1 FROM {fresh} f {self._index} WHERE {equal(self._anchor('f'), found)})"
         )
-        self._session.run(
+        added = self._session.run(
             f"INSERT INTO {view} ({names}) SELECT {', '.join(wanted)} FROM {fresh} f"
             f" WHERE NOT EXISTS (SELECT 1 FROM {view} v {self._index} WHERE {match})"
         )
+        return changed + gone + added
 
-    def _write_several(self, fresh: str, anchors: str) -> None:
+    def _write_several(self, fresh: str, anchors: str) -> int:
         """Write all rows of the anchors whose rows differ; rows of an anchor may be equal, so they are counted."""
         view, names = self._relation, ", ".join(self._columns)
         sides, differing = self._temporary("sides"), self._temporary("differing")
@@ -279,13 +278,14 @@ class ViewRows:
         source = f"FROM {differing} d STRAIGHT_JOIN {sides} s ON s.hash = d.hash"
         self._session.run(f"INSERT INTO {touched} ({self._listed}) {self._distinct(source, 's')}")
         chosen = self._found_anchor("t")
-        self._session.run(
+        gone = self._session.run(
             f"DELETE {view} FROM {touched} t STRAIGHT_JOIN {view} {self._index} ON {equal(self._anchor(view), chosen)}"
         )
-        self._session.run(
+        added = self._session.run(
             f"INSERT INTO {view} ({names}) SELECT {', '.join(self._of('f'))} FROM {touched} t"
             f" STRAIGHT_JOIN {fresh} f {self._index} ON {equal(of_fresh, chosen)}"
         )
+        return gone + added
 
 
 def _all_equal(ours: Sequence[str], theirs: Sequence[str]) -> str:

@@ -1,8 +1,9 @@
 """Finds the anchors of views that a transaction affects, in MySQL; see :mod:`.transactional.view_upkeep`.
 
 For each table that views read there is a temporary table of images, with a row for each noted row: its key ``k0`` …,
-whether it existed (``was``), and the columns that views read, ``r0`` …. After a table has been read as a whole, the
-views over it are built again, because its rows may have been written in several transactions: no images are noted.
+whether it existed (``was``), and the columns that views read, ``r0`` …; only the key if that is all they need. After a
+table has been read as a whole, the views over it are built again, because its rows may have been written in several
+transactions: no images are noted.
 """
 
 from __future__ import annotations
@@ -87,8 +88,9 @@ class _Images(Images):
             f" FROM (SELECT 1 AS one) AS one LEFT JOIN {self._table} t ON 1 = 0 LIMIT 0"
         )
 
-    def _values(self) -> str:
-        return ", ".join(f"t.{quoted(name)}" for name in self._read)
+    def _noted(self, key: Sequence[str], was: str) -> str:
+        """Return the columns of an image of a row ``t``."""
+        return ", ".join([*key, was, *(f"t.{quoted(name)}" for name in self._read)])
 
     def _match(self, others: Sequence[str]) -> str:
         """Return the condition that a row ``t`` has a key."""
@@ -102,31 +104,38 @@ class _Images(Images):
         assert staged.relation is not None
         places = [column.name for column in self._target.table.columns]
         key = [f"s.c{places.index(name)}" for name in self._target.table.key]
+        stage = quoted("airflow_cdc", staged.relation)
+        if not self._read:
+            self._session.run(f"INSERT INTO {self._images} SELECT {', '.join(key)}, 0 FROM {stage} s")
+            return
         self._session.run(
-            f"INSERT INTO {self._images} SELECT {', '.join(key)}, {self._exists}, {self._values()}"
-            f" FROM {quoted('airflow_cdc', staged.relation)} s LEFT JOIN {self._table} t"
-            f" FORCE INDEX (PRIMARY) ON {self._match(key)}"
+            f"INSERT INTO {self._images} SELECT {self._noted(key, self._exists)}"
+            f" FROM {stage} s LEFT JOIN {self._table} t FORCE INDEX (PRIMARY) ON {self._match(key)}"
         )
 
     def note_rows(self, keys: Collection[tuple[str, ...]] | None) -> None:
         """Note the rows with some keys, or all; of keys, also that there may be none."""
-        key = ", ".join(f"t.{name}" for name in self._key)
-        noted = f"INSERT INTO {self._images} SELECT {key}, 1, {self._values()} FROM {self._table} t"
+        key = [f"t.{name}" for name in self._key]
+        noted = f"INSERT INTO {self._images} SELECT {self._noted(key, '1')} FROM {self._table} t"
         if keys is None:
             self._session.run(noted)
             return
         kinds, label = column_types(self._target.table), self._target.table.label
         fields = [Field(name, kinds[name]) for name in self._target.table.key]
         given = [", ".join(constant(f, text, label) for f, text in zip(fields, each, strict=True)) for each in keys]
-        nothing = ", ".join("NULL" for _ in self._read)
         for start in range(0, len(given), _GIVEN_KEYS):
             places = [f"({place})" for place in given[start : start + _GIVEN_KEYS]]
-            self._session.run(f"{noted} WHERE ({key}) IN ({', '.join(places)})")
-            new = ", ".join(f"({place}, 0, {nothing})" for place in given[start : start + _GIVEN_KEYS])
+            self._session.run(f"{noted} WHERE ({', '.join(key)}) IN ({', '.join(places)})")
+            nothing = ", NULL" * len(self._read)
+            new = ", ".join(f"({place}, 0{nothing})" for place in given[start : start + _GIVEN_KEYS])
             self._session.run(f"INSERT INTO {self._images} VALUES {new}")
 
     def note_new(self, keys: Collection[tuple[str, ...]] | None) -> None:
         """Do nothing: keys without a row have been noted, too."""
+
+    def anchors(self, key: Sequence[str]) -> str:
+        names = [f"i.k{self._target.table.key.index(name)} AS a{n}" for n, name in enumerate(key)]
+        return f"SELECT {', '.join(names)} FROM {self._images} i"
 
     def changed(self, read: Sequence[str], name: str) -> str:
         table = quoted("airflow_cdc", name)

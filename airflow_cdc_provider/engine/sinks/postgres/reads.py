@@ -56,7 +56,7 @@ class PostgresReads(PostgresUnits):
         if read.is_reread:
             before, target = read.before or read.target, read.target
             if read.keys is None:
-                prepare_target(tx, self.pipeline, self.mode, before, self.convert)
+                prepare_target(tx, self.pipeline, self.mode, before, self.convert, bool(self.views))
             if before.table.to_dict() != target.table.to_dict():
                 if self.mode == "mirror":
                     PostgresTableStatements(tx, before, self.mode).delete(read.keys)

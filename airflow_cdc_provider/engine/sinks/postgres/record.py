@@ -123,7 +123,7 @@ class PostgresRecord(PostgresFence):
                         self._refuse_older_history(connection, target, start)
                     adopt_target(connection, self.pipeline, self.mode, target, self.convert)
                 else:
-                    prepare_target(connection, self.pipeline, self.mode, target, self.convert)
+                    prepare_target(connection, self.pipeline, self.mode, target, self.convert, bool(self.views))
             for chunk in chunks:
                 self._plan(connection, chunk)
             self._view_store(connection, start).check()
@@ -134,7 +134,7 @@ class PostgresRecord(PostgresFence):
             self._limit_waiting(connection)
             self._begin(connection, epoch, "alone")
             for target in targets:
-                prepare_target(connection, self.pipeline, self.mode, target, self.convert)
+                prepare_target(connection, self.pipeline, self.mode, target, self.convert, bool(self.views))
             for chunk in chunks:
                 self._plan(connection, chunk)
             failpoint("before-plan")
@@ -169,7 +169,7 @@ class PostgresRecord(PostgresFence):
                 if self.mode == "changelog" and _exists(connection, target):
                     self._refuse_older_history(connection, target, start)
                 before = recorded.get(target.table.label)
-                prepare_target(connection, self.pipeline, self.mode, before or target, self.convert)
+                prepare_target(connection, self.pipeline, self.mode, before or target, self.convert, bool(self.views))
                 if before is not None:
                     self._make_fit(connection, before, target)
             self._forget_tables(connection)

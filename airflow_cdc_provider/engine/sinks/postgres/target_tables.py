@@ -42,6 +42,9 @@ CHANGELOG_TYPES = {name: kind.removesuffix(" NOT NULL") for name, kind in CHANGE
 ROOM_FOR_UPDATES = "fillfactor = 90"
 """With room for the new version of a row on its page, an update need not touch the indexes (HOT)."""
 
+ROOM_FOR_VIEWS = "fillfactor = 70"
+"""The same for views and the tables that they read, which have indexes on join columns: room for larger units."""
+
 
 _SPELLED = {"timestamptz": "timestamp with time zone"}
 
@@ -52,10 +55,12 @@ def prepare_target(
     mode: Literal["mirror", "changelog"],
     target: Target,
     convert: bool = False,
+    views: bool = False,
 ) -> None:
     """Create a target table, or accept it if it is the pipeline's or empty, and record it.
 
     :param convert: accept columns whose types do not keep the source's values.
+    :param views: whether the sink has views.
     :raises ForeignTable: when it has rows that the pipeline did not write, belongs to another pipeline, lacks columns,
         or has columns that do not keep the source's values.
     :raises TargetConflict: when it would refuse or change written rows.
@@ -90,7 +95,8 @@ def prepare_target(
         elif target.table.key:
             key = sql.SQL(", ").join(map(sql.Identifier, target.table.key))
             definitions.append(sql.SQL("PRIMARY KEY ({})").format(key))
-        room = f"WITH ({ROOM_FOR_UPDATES})" if mode == "mirror" and target.table.key else ""
+        room = f"WITH ({ROOM_FOR_VIEWS if views else ROOM_FOR_UPDATES})"
+        room = room if mode == "mirror" and target.table.key else ""
         columns = sql.SQL(", ").join(definitions)
         rows(connection, sql.SQL(f"CREATE TABLE {{}} ({{}}) {room}").format(table, columns))
         if mode == "changelog" or not target.table.key:

@@ -102,7 +102,7 @@ def _create_missing(sink: Connection, settings: PostgresSettings, pipeline: str,
     if lacking:
         create_record_tables(sink)
     for target in lacking:
-        prepare_target(sink, pipeline, settings.mode, target, settings.types == "convert")
+        prepare_target(sink, pipeline, settings.mode, target, settings.types == "convert", views=True)
 
 
 def _exists(sink: Connection, target: Target) -> bool:

@@ -17,6 +17,7 @@ from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.postgres.connection import Connection, rows, scalar
 from airflow_cdc_provider.engine.views.version import ViewVersion
 
+_GONE = "DELETE FROM {view} v USING {anchors} a WHERE {hit} AND NOT EXISTS (SELECT FROM fresh f WHERE {kept})"
 Nulls = tuple[bool, ...]
 """For each column of an anchor, whether it is NULL."""
 
@@ -156,27 +157,26 @@ class ViewRows:
 
     # -- recomputing -------------------------------------------------------------------------------
 
-    def recompute(self) -> None:
-        """Compute the rows of the found anchors, and write the differences to the view.
+    def recompute(self) -> int:
+        """Compute the rows of the found anchors, and write the differences to the view; return their number.
 
         :raises ViewRefused: when the server cannot compute or write them.
         """
         try:
-            self._recompute()
+            return self._recompute()
         except psycopg2.errors.UndefinedTable as e:
             again = "Start again: a view whose table has been dropped is built again."
             raise ViewRefused.by(self._view.label, e.diag.message_primary or str(e), again) from e
         except (psycopg2.DataError, psycopg2.IntegrityError, psycopg2.ProgrammingError) as e:
             raise ViewRefused.by(self._view.label, e.diag.message_primary or str(e)) from e
 
-    def _recompute(self) -> None:
-        for nulls in list(self._patterns()):
-            if not self._view.one_row:
-                self._write_several(nulls)
-            elif self._view.grouped:
-                self._write_groups(nulls)
-            else:
-                self._write_single(nulls)
+    def _recompute(self) -> int:
+        write = self._write_single
+        if self._view.grouped:
+            write = self._write_groups
+        elif not self._view.one_row:
+            write = self._write_several
+        return sum(write(nulls) for nulls in list(self._patterns()))
 
     def insert(self) -> None:
         """Compute the rows of the found anchors, of which the view has none yet, and add them."""
@@ -204,11 +204,18 @@ class ViewRows:
         prefix = f"{relation}." if relation else ""
         return listed(sql.SQL(f"{prefix}{{}}").format(sql.Identifier(output.name)) for output in self._view.outputs)
 
-    def _write(self, nulls: Nulls, text: str, **parts: sql.Composable) -> None:
-        """Run a statement with the fresh rows of the anchors; all its parts see the view as it was before."""
+    def _write(self, nulls: Nulls, texts: Mapping[str, str], **parts: sql.Composable) -> int:
+        """Run queries with the fresh rows of the anchors, all of which see the view as it was before.
+
+        :param texts: the queries by name; what begins with INSERT, UPDATE or DELETE is counted.
+        :returns: the number of written rows.
+        """
         view, fresh, anchors = self._anchor("v", outputs=True), self._anchor("f", outputs=True), self._anchor("a")
-        self._run(
-            "WITH fresh AS MATERIALIZED ({select}), " + text,
+        writing = [name for name, text in texts.items() if not text.startswith("SELECT")]
+        queries = [f"{name} AS ({text}{' RETURNING 1' if name in writing else ''})" for name, text in texts.items()]
+        counts = " + ".join(f"(SELECT count(*) FROM {name})" for name in writing)
+        found = self._run(
+            f"WITH fresh AS MATERIALIZED ({{select}}), {', '.join(queries)} SELECT {counts}",
             select=self._select_anchors(nulls),
             names=self._names(),
             values=self._names("f"),
@@ -218,40 +225,47 @@ class ViewRows:
             kept=match(fresh, anchors, nulls),
             **parts,
         )
+        return int(str(found[0][0]))
 
-    def _write_single(self, nulls: Nulls) -> None:
+    def _write_single(self, nulls: Nulls) -> int:
         """Write the differences of a view with at most one row for an anchor, which is its primary key."""
-        self._write(
+        return self._write(
             nulls,
-            "written AS (INSERT INTO {view} AS v ({names}) SELECT {values} FROM fresh f ON CONFLICT ({key})"
-            " DO UPDATE SET ({names}) = ROW({excluded}) WHERE NOT ROW({stored})::record *= ROW({excluded})::record)"
-            " DELETE FROM {view} v USING {anchors} a WHERE {hit} AND NOT EXISTS (SELECT FROM fresh f WHERE {kept})",
+            {
+                "written": "INSERT INTO {view} AS v ({names}) SELECT {values} FROM fresh f ON CONFLICT ({key})"
+                " DO UPDATE SET ({names}) = ROW({excluded}) WHERE NOT ROW({stored})::record *= ROW({excluded})::record",
+                "gone": _GONE,
+            },
             key=listed(sql.Identifier(each.output) for each in self._view.anchor),
             excluded=self._names("excluded"),
         )
 
-    def _write_groups(self, nulls: Nulls) -> None:
+    def _write_groups(self, nulls: Nulls) -> int:
         """Write the differences of a view with GROUP BY; no unique index could hold NULLs of groups apart."""
-        self._write(
+        return self._write(
             nulls,
-            "changed AS (UPDATE {view} v SET ({names}) = ROW({values}) FROM fresh f"
-            " WHERE {same} AND NOT ROW({stored})::record *= ROW({values})::record),"
-            " added AS (INSERT INTO {view} ({names}) SELECT {values} FROM fresh f"
-            " WHERE NOT EXISTS (SELECT FROM {view} v WHERE {same}))"
-            " DELETE FROM {view} v USING {anchors} a WHERE {hit} AND NOT EXISTS (SELECT FROM fresh f WHERE {kept})",
+            {
+                "changed": "UPDATE {view} v SET ({names}) = ROW({values}) FROM fresh f"
+                " WHERE {same} AND NOT ROW({stored})::record *= ROW({values})::record",
+                "added": "INSERT INTO {view} ({names}) SELECT {values} FROM fresh f"
+                " WHERE NOT EXISTS (SELECT FROM {view} v WHERE {same})",
+                "gone": _GONE,
+            },
         )
 
-    def _write_several(self, nulls: Nulls) -> None:
+    def _write_several(self, nulls: Nulls) -> int:
         """Write the differences of a view with several rows for an anchor, which may be equal; texts identify them."""
-        self._write(
+        return self._write(
             nulls,
-            "have AS (SELECT v.ctid AS place, ROW({stored})::text AS cdc_text,"
-            " row_number() OVER (PARTITION BY ROW({stored})::text) AS cdc_copy"
-            " FROM {view} v JOIN {anchors} a ON {hit}),"
-            " want AS (SELECT f.*, ROW({values})::text AS cdc_text,"
-            " row_number() OVER (PARTITION BY ROW({values})::text) AS cdc_copy FROM fresh f),"
-            " added AS (INSERT INTO {view} ({names}) SELECT {values} FROM want f"
-            " WHERE NOT EXISTS (SELECT FROM have h WHERE h.cdc_text = f.cdc_text AND h.cdc_copy = f.cdc_copy))"
-            " DELETE FROM {view} v USING have h WHERE v.ctid = h.place"
-            " AND NOT EXISTS (SELECT FROM want f WHERE h.cdc_text = f.cdc_text AND h.cdc_copy = f.cdc_copy)",
+            {
+                "have": "SELECT v.ctid AS place, ROW({stored})::text AS cdc_text,"
+                " row_number() OVER (PARTITION BY ROW({stored})::text) AS cdc_copy"
+                " FROM {view} v JOIN {anchors} a ON {hit}",
+                "want": "SELECT f.*, ROW({values})::text AS cdc_text,"
+                " row_number() OVER (PARTITION BY ROW({values})::text) AS cdc_copy FROM fresh f",
+                "added": "INSERT INTO {view} ({names}) SELECT {values} FROM want f"
+                " WHERE NOT EXISTS (SELECT FROM have h WHERE h.cdc_text = f.cdc_text AND h.cdc_copy = f.cdc_copy)",
+                "gone": "DELETE FROM {view} v USING have h WHERE v.ctid = h.place"
+                " AND NOT EXISTS (SELECT FROM want f WHERE h.cdc_text = f.cdc_text AND h.cdc_copy = f.cdc_copy)",
+            },
         )

@@ -19,7 +19,7 @@ from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.postgres.connection import Connection, rows, scalar
-from airflow_cdc_provider.engine.sinks.postgres.target_tables import ROOM_FOR_UPDATES
+from airflow_cdc_provider.engine.sinks.postgres.target_tables import ROOM_FOR_VIEWS
 from airflow_cdc_provider.engine.sinks.postgres.view_record import (
     VIEWS,
     add_version,
@@ -162,7 +162,7 @@ class PostgresViewStore(ViewStore):
             self._run("CREATE SCHEMA {schema}", schema=schema)
         table, anchor = sql.Identifier(view.schema, relation), [sql.Identifier(each.output) for each in view.anchor]
         self._run(
-            f"CREATE TABLE {{table}} WITH ({ROOM_FOR_UPDATES}) AS {{select}} WITH NO DATA",
+            f"CREATE TABLE {{table}} WITH ({ROOM_FOR_VIEWS}) AS {{select}} WITH NO DATA",
             table=table,
             select=self._rows(version).select,
         )

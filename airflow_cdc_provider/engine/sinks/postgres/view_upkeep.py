@@ -1,8 +1,8 @@
 """Finds the anchors of views that a transaction affects, in Postgres; see :mod:`.transactional.view_upkeep`.
 
 For each table that views read there is a temporary table of images, with a row for each noted row: its key ``k0`` …,
-whether it existed (``was``), and the columns that views read, ``r0`` …. Images are compared with ``*=``, which is
-exact: for ``=``, the numerics 1.0 and 1.00 are equal, and JSON cannot be compared.
+whether it existed (``was``), and the columns that views read, ``r0`` …; only the key if that is all they need. Images
+are compared with ``*=``, which is exact: for ``=``, the numerics 1.0 and 1.00 are equal, and JSON cannot be compared.
 """
 
 from __future__ import annotations
@@ -107,6 +107,13 @@ class _Images(Images):
             )
             return
         key = self._statements.staged_key()
+        if not self._read:
+            self._run(
+                "INSERT INTO {images} SELECT {key}, false FROM {stage} s",
+                key=listed(key),
+                stage=self._statements.staged_rows(staged),
+            )
+            return
         self._run(
             "INSERT INTO {images} SELECT {key}, {exists}, {read}"
             " FROM (SELECT * FROM {stage} s ORDER BY {key}) s LEFT JOIN {table} t ON {match}",
@@ -150,6 +157,11 @@ class _Images(Images):
             match=match_,
             same=self._statements.equal_to(self._key("i")),
         )
+
+    def anchors(self, key: Sequence[str]) -> str:
+        columns = [sql.SQL(f"i.k{self._target.table.key.index(name)} AS a{n}") for n, name in enumerate(key)]
+        query = sql.SQL("SELECT {} FROM {} i").format(listed(columns), self._images)
+        return query.as_string(self._connection)
 
     def changed(self, read: Sequence[str], name: str) -> str:
         table = sql.Identifier("pg_temp", name)

@@ -2,8 +2,9 @@
 
 The mirror is the only state. Before rows change, their *images* are noted: the columns that views read, as they are in
 the mirror. At the end of the transaction the rows whose images differ are known. Each of them reaches anchors over the
-joins, from its old and from its new image, through the tables as they are now. The rows of these anchors are computed
-again, and the differences are written::
+joins, from its old and from its new image, through the tables as they are now. A row of the root whose key is the
+anchor reaches only itself, so of such a table only the keys are noted. The rows of these anchors are computed again,
+and the differences are written::
 
     old images ── apply the unit ── rows whose images differ ── affected anchors ─┬─ recompute, write the differences
                                                                                   └─ too many: queue them
@@ -32,7 +33,7 @@ from airflow_cdc_provider.engine.views.version import ViewVersion
 
 
 class Images(ABC):
-    """The images of a table's rows."""
+    """The keys of a table's noted rows, and their images in the columns that views read, if any."""
 
     @abstractmethod
     def note_staged(self, staged: Staged) -> None:
@@ -45,6 +46,10 @@ class Images(ABC):
     @abstractmethod
     def note_new(self, keys: Collection[tuple[str, ...]] | None) -> None:
         """Note which rows have been added since the images were noted; without a key, all rows."""
+
+    @abstractmethod
+    def anchors(self, key: Sequence[str]) -> str:
+        """Return the query of the noted keys as ``a0`` …, in the order of these columns."""
 
     @abstractmethod
     def changed(self, read: Sequence[str], name: str) -> str:
@@ -65,8 +70,8 @@ class Affected(Protocol):
     def find(self, queries: Sequence[str]) -> int:
         """Keep the distinct anchors of some queries whose rows are built; return their number."""
 
-    def recompute(self) -> None:
-        """Compute the rows of the found anchors, and write the differences."""
+    def recompute(self) -> int:
+        """Compute the rows of the found anchors, and write the differences; return their number."""
 
     def queue(self) -> None:
         """Put the found anchors into the version's queue."""
@@ -87,7 +92,7 @@ class ViewUpkeep(ABC):
         read: dict[str, set[str]] = {}
         for version in self._versions:
             for label, columns in version.view.columns.items():
-                read.setdefault(label, set()).update(columns)
+                read.setdefault(label, set()).update(() if label == version.view.own_anchors else columns)
         self._read = {label: tuple(sorted(columns)) for label, columns in read.items()}
         self._images: dict[str, Images] = {}
 
@@ -172,7 +177,7 @@ class ViewUpkeep(ABC):
     def _settle(self, version: ViewVersion, labels: Collection[str], before: LogPosition) -> None:
         started = time.monotonic()
         affected = self._affected(version)
-        anchors = affected.find(version.view.walks(self._changed(version, labels), affected.tables, self.join_operator))
+        anchors = affected.find(self._ways(version, labels, affected.tables))
         failpoint("after-view-anchors")
         if not anchors:
             return
@@ -180,15 +185,18 @@ class ViewUpkeep(ABC):
         if version.settings.refresh or anchors > version.settings.max_rows:
             affected.queue()
             behind = before if behind is None else behind
-        else:
-            affected.recompute()
+        elif not affected.recompute():
+            return
         failpoint("after-view-settled")
         self._record(version, behind, anchors, time.monotonic() - started)
 
-    def _changed(self, version: ViewVersion, labels: Collection[str]) -> dict[str, str]:
-        """Return by label the table of a table's changed rows, see :meth:`Images.changed`."""
-        columns = version.view.columns
-        return {
-            label: self._images[label].changed(columns[label], f"cdc_changed_{version.number}_{n}")
-            for n, label in enumerate(sorted(labels))
-        }
+    def _ways(self, version: ViewVersion, labels: Collection[str], tables: Mapping[str, str]) -> list[str]:
+        """Return the queries of the anchors that the noted rows of some tables affect."""
+        view, found = version.view, []
+        changed = {}
+        for n, label in enumerate(sorted(labels)):
+            if label == view.own_anchors:
+                found.append(self._images[label].anchors([each.column for each in view.anchor]))
+            else:
+                changed[label] = self._images[label].changed(view.columns[label], f"cdc_changed_{version.number}_{n}")
+        return found + view.walks(changed, tables, self.join_operator)
