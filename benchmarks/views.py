@@ -253,6 +253,7 @@ def _follow(lab: Lab, pipeline: Pipeline, end: int, changes: int | None = None) 
             began = walsender_start(pipeline.source.dsn, pipeline.source.slot)
             await_condition(is_over, _SECONDS, 0.01)
             done = following.result()
+            check(True, bool(ended), f"{VIEWS}: whether views are up to date")
         finally:
             run.ask_to_stop()
     if changes is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = Path("/usr/bin/chromium")
-TIMEOUT = 60_000
+TIMEOUT = 180_000
 """Milliseconds to wait for a page; the machine may be busy."""
 WIDTHS = (1280, 390)
 """The widths, of a desktop and of a phone, in which tests view a page."""

@@ -26,11 +26,11 @@ from airflow_cdc_provider.engine.state.submission import Asker, Status, Submissi
 from airflow_cdc_provider.hooks import keeper
 from airflow_cdc_provider.hooks.keeper import Assignment, start_keeper
 from airflow_cdc_provider.hooks.process_group import ProcessGroup
+from tests.support.patience import SECONDS
 from tests.support.submissions import HERE, beat, failing, state, submitted
 
 __all__ = ["state"]
 
-SECONDS = 60.0
 
 # The driver and a child in another process group; both refuse to end.
 STUBBORN = "trap '' TERM; setsid sh -c 'trap \"\" TERM; sleep 600' & sleep 600"

@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager
 import pytest
 
 from airflow_cdc_provider.triggers.poll import Poll, Watcher
-from tests.support.watching import SECONDS
+from tests.support.patience import SECONDS
 
 
 class Clock:

@@ -35,7 +35,8 @@ from airflow_cdc_provider.triggers.poll import Poll
 from airflow_cdc_provider.triggers.slots import ExpectationTrigger
 from local_servers.postgres import PostgresServer
 from tests.conftest import Databases, ServerMaker
-from tests.support.watching import LOSING, SECONDS, expectation, lose_slot, make_slot, move_slot, outcome, run
+from tests.support.patience import SECONDS
+from tests.support.watching import LOSING, expectation, lose_slot, make_slot, move_slot, outcome, run
 
 pytestmark = pytest.mark.airflow
 

@@ -22,7 +22,8 @@ from airflow_cdc_provider.engine.postgres.slots import Slots, SlotState
 from airflow_cdc_provider.operators.slot_guard import MEMORY, CdcSlotGuardOperator
 from local_servers.postgres import PostgresServer
 from tests.conftest import ServerMaker
-from tests.support.watching import LOSING, SECONDS, lose_slot, make_slot, move_slot
+from tests.support.patience import SECONDS
+from tests.support.watching import LOSING, lose_slot, make_slot, move_slot
 
 pytestmark = pytest.mark.airflow
 

@@ -26,8 +26,9 @@ from airflow_cdc_provider.operators.snapshot import CdcPlanOperator, CdcSnapshot
 from airflow_cdc_provider.operators.stream import CdcStreamOperator
 from airflow_cdc_provider.retry import CdcTaskFailed
 from tests.conftest import Databases
+from tests.support.patience import SECONDS
 from tests.support.pipelines import PipelineUnderTest
-from tests.support.spark_jobs import SECONDS, Jobs, Task
+from tests.support.spark_jobs import Jobs, Task
 
 pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.timeout(600)]
 

@@ -30,8 +30,9 @@ from airflow_cdc_provider.plugins.overview import describe
 from airflow_cdc_provider.plugins.pipeline_files import read_pipeline
 from airflow_cdc_provider.plugins.reports import PipelineReport, read_report
 from tests.conftest import Databases
+from tests.support.patience import SECONDS
 from tests.support.pipelines import PipelineUnderTest
-from tests.support.spark_jobs import SECONDS, Jobs, Task
+from tests.support.spark_jobs import Jobs, Task
 
 pytestmark = pytest.mark.airflow
 

@@ -21,9 +21,10 @@ from airflow_cdc_provider.engine.sources.postgres.stream.unit_writer import Unit
 from airflow_cdc_provider.engine.state.files import State
 from tests.conftest import PIPELINE_ROLE, Databases, ServerMaker
 from tests.support.databases import execute, transaction
+from tests.support.patience import SECONDS
 from tests.support.pipelines import PipelineUnderTest
 from tests.support.standby import WITHOUT_STANDBY, commits_that_wait
-from tests.support.streaming import SECONDS, Streaming
+from tests.support.streaming import Streaming
 
 pytestmark = pytest.mark.slow
 

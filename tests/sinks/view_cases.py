@@ -33,7 +33,13 @@ VIEWS = {
     " LEFT JOIN shop.c ON c.fk = a.id GROUP BY b.v HAVING count(*) > 1",
     "multi": "SELECT a.id AS k, b.v FROM shop.a JOIN shop.b ON b.fk = a.fk LEFT JOIN shop.c ON c.fk = b.v",
 }
+WHOLE = {
+    "one": "SELECT a.id AS k, a.fk, a.v, a.me, b.v AS bv FROM shop.a LEFT JOIN shop.b ON b.id = a.fk",
+    "several": "SELECT a.id AS k, a.fk, a.v, a.me, b.v AS bv FROM shop.a JOIN shop.b ON b.fk = a.fk",
+}
+"""Views that read all columns of their root, of which only keys are noted."""
 SETTINGS = tuple(ViewSettings("dwd", name, text) for name, text in VIEWS.items())
+WHOLE_SETTINGS = tuple(ViewSettings("dwd", name, text) for name, text in WHOLE.items())
 
 
 def effect(label: str, rows: Mapping[int, Row | None], truncate: bool = False) -> Effect:

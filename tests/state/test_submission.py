@@ -45,12 +45,10 @@ from airflow_cdc_provider.engine.state.submission import (
 from airflow_cdc_provider.operators.spark import FirstAction, Handle, first_action
 from airflow_cdc_provider.triggers.job import TIMEOUT, JobMonitor, SparkJobTrigger
 from tests.state.owners import DEAD, FENCED, LOST
+from tests.support.patience import SECONDS
 from tests.support.submissions import HERE, beat, failing, state, submitted
 
 __all__ = ["state"]
-
-
-SECONDS = 60.0
 
 
 @pytest.mark.parametrize(

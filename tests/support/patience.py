@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-SECONDS = 120.0
+SECONDS = 240.0
 """Seconds to wait for a command or a state; far longer than necessary, because the machine may be busy."""

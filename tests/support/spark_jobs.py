@@ -21,9 +21,8 @@ from airflow_cdc_provider.engine.state.heartbeat import read_heartbeat
 from airflow_cdc_provider.engine.state.submission import Submission, read
 from airflow_cdc_provider.operators.spark import CdcSparkOperator
 from airflow_cdc_provider.triggers.job import SparkJobTrigger
+from tests.support.patience import SECONDS
 from tests.support.pipelines import PipelineUnderTest
-
-SECONDS = 120.0
 
 
 class Task:

@@ -14,9 +14,8 @@ from airflow_cdc_provider.engine.runs.progress import StreamProgress
 from airflow_cdc_provider.engine.runs.restarting import keep_trying
 from airflow_cdc_provider.engine.runs.run import Run, run_part
 from tests.support.engine_parts import follow_log
+from tests.support.patience import SECONDS
 from tests.support.pipelines import PipelineUnderTest
-
-SECONDS = 90.0
 
 
 class Streaming(threading.Thread):

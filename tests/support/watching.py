@@ -10,8 +10,7 @@ import psycopg
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 from airflow_cdc_provider.triggers.slots import ExpectationTrigger
-
-SECONDS = 60.0
+from tests.support.patience import SECONDS
 
 
 def again(trigger: BaseTrigger) -> Any:

@@ -60,8 +60,8 @@ def preflight(pipeline: Pipeline) -> list[Finding]:
         if pipeline.metrics.prometheus is not None:
             checks.run("metrics", partial(require_client, pipeline))
         if provisioned and found.require_continuation is not None:
-            records = [partial(existing_record, branch) for branch in provisioned]
-            checks.run("continuation", partial(found.require_continuation, records))
+            readers = [partial(existing_record, branch) for branch in provisioned]
+            checks.run("continuation", partial(found.require_continuation, readers))
     return checks.findings
 
 

@@ -37,7 +37,7 @@ def status(pipeline: Pipeline) -> dict[str, Any]:
     unreachable: dict[str, Any] = {}
     record: Record | None = None
     records: dict[str, Record | None] = {}
-    provisioned = []
+    readers = []
     views: list[dict[str, Any]] = []
     several = len(pipeline.sinks) > 1
     for branch in pipeline.branches:
@@ -45,7 +45,7 @@ def status(pipeline: Pipeline) -> dict[str, Any]:
         try:
             records[place] = sink_of(branch).record()
             if records[place] is not None:
-                provisioned.append(partial(existing_record, branch))
+                readers.append(partial(existing_record, branch))
             views += [state | ({"sink": place} if several else {}) for state in branch_view_states(branch)]
         except ConnectionFailed as e:
             unreachable[f"sink {place}" if several else "sink"] = e
@@ -56,7 +56,7 @@ def status(pipeline: Pipeline) -> dict[str, Any]:
     at_source = SourceStatus(trouble=foreign)
     if foreign is None:
         try:
-            at_source = source_of(pipeline).status(record, provisioned, judge=not beats)  # a job passes the gate itself
+            at_source = source_of(pipeline).status(record, readers, judge=not beats)  # a job passes the gate itself
         except ConnectionFailed as e:
             unreachable["source"] = e
     if unreachable and not beats:

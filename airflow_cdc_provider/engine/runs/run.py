@@ -332,7 +332,9 @@ def _enter(pipeline: Pipeline, state: State, part: str, epoch: int | None, takeo
         refuse_second_writer(state, epoch, part, takeover)
     require_epoch(record, epoch)
     attached(pipeline).enter(part)
-    return existing_record(pipeline)
+    record = existing_record(pipeline)
+    require_epoch(record, epoch)
+    return record
 
 
 def rejoin(run: Run) -> Record:

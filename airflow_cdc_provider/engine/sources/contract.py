@@ -121,11 +121,11 @@ class Source(AttachedSource, Protocol):
         :raises SparkUnusable: when Spark lacks it.
         """
 
-    def require_continuation(self, records: Sequence[ReadRecord]) -> str:
+    def require_continuation(self, readers: Sequence[ReadRecord]) -> str:
         """Check that the source can continue what the sinks have.
 
-        :param records: read the commit records of the sinks that have one. A stream may be running, and what is read
-            of the source before may be older than the record.
+        :param readers: for each sink that has a commit record, a function that reads it. A stream may be running, so
+            what has been read of the source before may be older than the record.
         :returns: a sentence.
         :raises GateClosed: naming the difference and the repair.
         :raises ConfigError: when a record was created with a source of another kind, or the pipeline file leaves out
@@ -171,11 +171,11 @@ class Source(AttachedSource, Protocol):
     def release(self, record: Record) -> None:
         """Remove the objects at the source that capture changes, once a copy-only pipeline has finished."""
 
-    def status(self, record: Record | None, records: Sequence[ReadRecord], judge: bool) -> SourceStatus:
+    def status(self, record: Record | None, readers: Sequence[ReadRecord], judge: bool) -> SourceStatus:
         """Return how far the source is, and whether it can continue.
 
         :param record: the merged record of all sinks; ``None`` unless all have one.
-        :param records: see :meth:`require_continuation`.
+        :param readers: see :meth:`require_continuation`.
         :param judge: whether to check that the source can continue these records.
         :raises ConnectionFailed: when the source cannot be reached.
         """

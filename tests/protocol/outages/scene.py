@@ -19,9 +19,10 @@ from airflow_cdc_provider.engine.postgres.slots import emit_marker
 from tests.support.databases import execute, query_rows
 from tests.support.engine_parts import copy_chunk_of
 from tests.support.network import Network
+from tests.support.patience import SECONDS
 from tests.support.pipelines import PipelineUnderTest
 from tests.support.proxy import Proxy
-from tests.support.streaming import SECONDS, Streaming
+from tests.support.streaming import Streaming
 
 if TYPE_CHECKING:
     from tests.protocol.outages.conftest import Pair

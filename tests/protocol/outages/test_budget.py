@@ -22,7 +22,8 @@ from airflow_cdc_provider.engine.sources.postgres.wal.wal_reader import WalReade
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.heartbeat import Heartbeat, Owner, write_heartbeat
 from tests.protocol.outages.conftest import Pair
-from tests.protocol.outages.scene import QUICK, SECONDS, applied, copied, marker
+from tests.protocol.outages.scene import QUICK, applied, copied, marker
+from tests.support.patience import SECONDS
 from tests.support.pipelines import PipelineUnderTest
 from tests.support.spark_streaming import SparkStreaming
 from tests.support.streaming import Streaming

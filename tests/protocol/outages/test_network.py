@@ -17,8 +17,8 @@ from airflow_cdc_provider.engine.postgres.connection import connect, connected, 
 from airflow_cdc_provider.engine.postgres.replication import open_replication
 from tests.protocol.outages.conftest import Pair
 from tests.support.network import Network
+from tests.support.patience import SECONDS
 from tests.support.proxy import Proxy
-from tests.support.streaming import SECONDS
 
 pytestmark = pytest.mark.slow
 

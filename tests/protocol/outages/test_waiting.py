@@ -19,8 +19,9 @@ from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.state.heartbeat import read_heartbeats
 from tests.conftest import PIPELINE_ROLE
 from tests.protocol.outages.conftest import Pair
-from tests.protocol.outages.scene import LONG, SECONDS, applied, assert_equal, copied, copy_all, marker
+from tests.protocol.outages.scene import LONG, applied, assert_equal, copied, copy_all, marker
 from tests.support.databases import execute, query_rows
+from tests.support.patience import SECONDS
 from tests.support.pipelines import PipelineUnderTest
 from tests.support.streaming import Streaming
 

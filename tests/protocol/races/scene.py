@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from tests.support.databases import query_rows
+from tests.support.patience import SECONDS
 from tests.support.pipelines import PipelineUnderTest
 
-SECONDS = 60.0
 # Long enough, and hard enough to compress, to be stored out of line, so that updates do not send it.
 BIG = "(SELECT string_agg(md5({} || '.' || i), '') FROM generate_series(1, 260) i)"
 TABLE = "CREATE TABLE public.t (id int PRIMARY KEY, body text, big text)"

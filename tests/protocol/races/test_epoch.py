@@ -11,9 +11,10 @@ from airflow_cdc_provider.engine.core.record import Watermark
 from airflow_cdc_provider.engine.runs.commit_records import sink_of
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_task import copy_chunk
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import SnapshotReader
-from tests.protocol.races.scene import SECONDS, Make, await_waiting
+from tests.protocol.races.scene import Make, await_waiting
 from tests.support.engine_parts import chunk_task, copy_chunk_of
 from tests.support.given_rows import GivenRows
+from tests.support.patience import SECONDS
 
 pytestmark = pytest.mark.slow
 

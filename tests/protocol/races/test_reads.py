@@ -13,9 +13,10 @@ from airflow_cdc_provider.engine.core.errors import MissingPrivilege, StagingLos
 from airflow_cdc_provider.engine.sinks.transactional import units
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_task import copy_chunk
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import SnapshotReader
-from tests.protocol.races.scene import SECONDS, Make, Mode, await_waiting
+from tests.protocol.races.scene import Make, Mode, await_waiting
 from tests.support.databases import transaction
 from tests.support.engine_parts import chunk_task, copy_chunk_of
+from tests.support.patience import SECONDS
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,9 @@ from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.sources.postgres.provision import slot
 from tests.conftest import PIPELINE_ROLE, ServerMaker
-from tests.protocol.races.scene import SECONDS, Make, await_waiting
+from tests.protocol.races.scene import Make, await_waiting
 from tests.support.databases import query_rows, transaction
+from tests.support.patience import SECONDS
 from tests.support.pipelines import PipelineUnderTest
 
 pytestmark = pytest.mark.slow

@@ -20,8 +20,9 @@ from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.sources.postgres.provision import slot
 from local_servers.postgres import PostgresServer
 from tests.conftest import PIPELINE_ROLE, ServerMaker
-from tests.protocol.races.scene import SECONDS, Make, Mode, await_waiting, events
+from tests.protocol.races.scene import Make, Mode, await_waiting, events
 from tests.support.databases import execute, transaction
+from tests.support.patience import SECONDS
 from tests.support.standby import WITHOUT_STANDBY, commits_that_wait
 
 pytestmark = pytest.mark.slow

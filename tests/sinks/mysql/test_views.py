@@ -27,21 +27,23 @@ from tests.sinks.mysql.begun_views import (
     compared,
     reread,
 )
-from tests.sinks.view_cases import SETTINGS, TARGETS
+from tests.sinks.view_cases import SETTINGS, TARGETS, WHOLE_SETTINGS
 from tests.support.mysql_store import MysqlStore
 
 
-def test_views_equal_their_selects_after_every_unit(mariadb: MariadbServer) -> None:
-    begun, rnd = begin(mariadb), random.Random(1)
+@pytest.mark.parametrize("views", [SETTINGS, WHOLE_SETTINGS], ids=["parts", "whole"])
+def test_views_equal_their_selects_after_every_unit(mariadb: MariadbServer, views: tuple[ViewSettings, ...]) -> None:
+    begun, rnd = begin(mariadb, views), random.Random(1)
     build(begun)
     for _ in range(100):
         commit_random(begun, rnd)
-        assert_equal(mariadb)
-    assert [(each.view, each.difference_count) for each in compared(begun)] == [(each.label, 0) for each in SETTINGS]
+        assert_equal(mariadb, views)
+    assert [(each.view, each.difference_count) for each in compared(begun)] == [(each.label, 0) for each in views]
 
 
-def test_rows_that_are_read_again_move_the_views(mariadb: MariadbServer) -> None:
-    begun, rnd = begin(mariadb), random.Random(2)
+@pytest.mark.parametrize("views", [SETTINGS, WHOLE_SETTINGS], ids=["parts", "whole"])
+def test_rows_that_are_read_again_move_the_views(mariadb: MariadbServer, views: tuple[ViewSettings, ...]) -> None:
+    begun, rnd = begin(mariadb, views), random.Random(2)
     build(begun)
     for n in range(30):
         commit_random(begun, rnd)
@@ -53,7 +55,7 @@ def test_rows_that_are_read_again_move_the_views(mariadb: MariadbServer) -> None
             build(begun)
         else:
             reread(begun, target, keys, rows)
-        assert_equal(mariadb)
+        assert_equal(mariadb, views)
 
 
 @pytest.mark.parametrize("how", [{"max_rows": 2}, {"refresh": 3600.0}])

@@ -33,6 +33,30 @@ def test_a_change_of_columns_that_no_view_reads_affects_no_anchor(empty: str) ->
     assert shop.sink.view_versions() == before
 
 
+@pytest.mark.parametrize(
+    "select",
+    [
+        "SELECT o.id, o.customer_id, o.total, o.note, c.city FROM shop.orders o"
+        " LEFT JOIN shop.customers c ON c.id = o.customer_id",
+        CITIES,
+        "SELECT c.id, c.city, c.name, o.total FROM shop.customers c JOIN shop.orders o ON o.customer_id = c.id",
+    ],
+    ids=["one row", "groups", "several rows"],
+)
+def test_units_are_counted_that_change_rows_of_the_view(empty: str, select: str) -> None:
+    shop = a_shop(empty, v=select)
+    units = [shop.sink.view_versions()[0].units]
+    for orders, customers in [
+        ({1: ("1", "10", "a")}, {1: ("Rome", "Ada")}),  # as they are
+        ({1: ("1", "11", "a")}, {}),
+        ({1: None}, {}),
+        ({4: ("1", "5", "d")}, {}),
+    ]:
+        shop.unit(orders, customers)
+        units.append(shop.sink.view_versions()[0].units)
+    assert [each - units[0] for each in units] == [0, 0, 1, 2, 3]
+
+
 def test_an_unchanged_row_is_not_written(empty: str) -> None:
     """Five orders of Rome are affected, but the city of one customer only is another."""
     shop = a_shop(empty, wide=WIDE)

@@ -1,7 +1,7 @@
 """Finds the anchors of views that a transaction affects, in MySQL; see :mod:`.transactional.view_upkeep`.
 
 For each table that views read there is a temporary table of images, with a row for each noted row: its key ``k0`` …,
-whether it existed (``was``), and the columns that views read, ``r0`` …; only the key if that is all they need. After a
+whether it existed (``was``), and the columns that views read, ``r0`` …; or only its key. After a
 table has been read as a whole, the views over it are built again, because its rows may have been written in several
 transactions: no images are noted.
 """
@@ -26,20 +26,16 @@ _GIVEN_KEYS = 1000
 
 
 class MysqlViewUpkeep(ViewUpkeep):
-    """The upkeep of views in a transaction of a MySQL sink.
-
-    :param targets: the recorded targets by label.
-    """
+    """The upkeep of views in a transaction of a MySQL sink."""
 
     join_operator: ClassVar[str] = "STRAIGHT_JOIN"
 
     def __init__(
         self, session: Session, pipeline: str, targets: Mapping[str, Target], versions: Sequence[ViewVersion]
     ) -> None:
-        super().__init__(versions)
+        super().__init__(targets, versions)
         self._session = session
         self._pipeline = pipeline
-        self._targets = targets
 
     def note_before_reread(self, label: str, keys: Collection[tuple[str, ...]] | None) -> None:
         if keys is not None:
@@ -75,13 +71,13 @@ class _Images(Images):
     def __init__(self, session: Session, target: Target, read: Sequence[str], number: int) -> None:
         self._session = session
         self._target = target
-        self._read = list(read)
+        self.read = tuple(read)
         self._table = quoted(target.schema, target.name)
         self._images = quoted("airflow_cdc", f"cdc_images_{number}")
         self._key = [quoted(name) for name in target.table.key]
         self._numbers = [f"k{n}" for n in range(len(self._key))]
         key = [f"t.{name} AS k{n}" for n, name in enumerate(self._key)]
-        values = [f"t.{quoted(name)} AS r{n}" for n, name in enumerate(self._read)]
+        values = [f"t.{quoted(name)} AS r{n}" for n, name in enumerate(self.read)]
         # Columns of an outer join may be NULL, whatever the table's definition.
         self._session.run(
             f"CREATE TEMPORARY TABLE {self._images} AS SELECT {', '.join([*key, '1 AS was', *values])}"
@@ -90,7 +86,7 @@ class _Images(Images):
 
     def _noted(self, key: Sequence[str], was: str) -> str:
         """Return the columns of an image of a row ``t``."""
-        return ", ".join([*key, was, *(f"t.{quoted(name)}" for name in self._read)])
+        return ", ".join([*key, was, *(f"t.{quoted(name)}" for name in self.read)])
 
     def _match(self, others: Sequence[str]) -> str:
         """Return the condition that a row ``t`` has a key."""
@@ -105,7 +101,7 @@ class _Images(Images):
         places = [column.name for column in self._target.table.columns]
         key = [f"s.c{places.index(name)}" for name in self._target.table.key]
         stage = quoted("airflow_cdc", staged.relation)
-        if not self._read:
+        if not self.read:
             self._session.run(f"INSERT INTO {self._images} SELECT {', '.join(key)}, 0 FROM {stage} s")
             return
         self._session.run(
@@ -126,7 +122,7 @@ class _Images(Images):
         for start in range(0, len(given), _GIVEN_KEYS):
             places = [f"({place})" for place in given[start : start + _GIVEN_KEYS]]
             self._session.run(f"{noted} WHERE ({', '.join(key)}) IN ({', '.join(places)})")
-            nothing = ", NULL" * len(self._read)
+            nothing = ", NULL" * len(self.read)
             new = ", ".join(f"({place}, 0{nothing})" for place in given[start : start + _GIVEN_KEYS])
             self._session.run(f"INSERT INTO {self._images} VALUES {new}")
 
@@ -139,7 +135,7 @@ class _Images(Images):
 
     def changed(self, read: Sequence[str], name: str) -> str:
         table = quoted("airflow_cdc", name)
-        old = [f"i.r{self._read.index(each)}" for each in read]
+        old = [f"i.r{self.read.index(each)}" for each in read]
         new = [f"t.{quoted(each)}" for each in read]
         match = self._match([f"i.{name}" for name in self._numbers])
         numbered = ", ".join(f"{each} AS r{n}" for n, each in enumerate(old))

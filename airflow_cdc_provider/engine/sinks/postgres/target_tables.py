@@ -43,7 +43,7 @@ ROOM_FOR_UPDATES = "fillfactor = 90"
 """With room for the new version of a row on its page, an update need not touch the indexes (HOT)."""
 
 ROOM_FOR_VIEWS = "fillfactor = 70"
-"""The same for views and the tables that they read, which have indexes on join columns: room for larger units."""
+"""The same for the mirrors of a sink with views, which have indexes on join columns, and for the views."""
 
 
 _SPELLED = {"timestamptz": "timestamp with time zone"}

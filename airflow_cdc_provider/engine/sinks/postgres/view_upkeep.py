@@ -1,7 +1,7 @@
 """Finds the anchors of views that a transaction affects, in Postgres; see :mod:`.transactional.view_upkeep`.
 
 For each table that views read there is a temporary table of images, with a row for each noted row: its key ``k0`` …,
-whether it existed (``was``), and the columns that views read, ``r0`` …; only the key if that is all they need. Images
+whether it existed (``was``), and the columns that views read, ``r0`` …; or only its key. Images
 are compared with ``*=``, which is exact: for ``=``, the numerics 1.0 and 1.00 are equal, and JSON cannot be compared.
 """
 
@@ -35,18 +35,14 @@ table of a million rows as a whole to find 58,000 of them by key, which takes fo
 
 
 class PostgresViewUpkeep(ViewUpkeep):
-    """The upkeep of views in a transaction of a Postgres sink.
-
-    :param targets: the recorded targets by label.
-    """
+    """The upkeep of views in a transaction of a Postgres sink."""
 
     def __init__(
         self, connection: Connection, pipeline: str, targets: Mapping[str, Target], versions: Sequence[ViewVersion]
     ) -> None:
-        super().__init__(versions)
+        super().__init__(targets, versions)
         self._connection = connection
         self._pipeline = pipeline
-        self._targets = targets
 
     def _begin(self, label: str, columns: Sequence[str]) -> Images:
         return _Images(self._connection, self._targets[label], columns, len(self._images))
@@ -75,7 +71,7 @@ class _Images(Images):
         self._connection = connection
         self._target = target
         self._statements = PostgresTableStatements(connection, target, "mirror")
-        self._read = list(read)
+        self.read = tuple(read)
         self._images = sql.Identifier("pg_temp", f"cdc_images_{number}")
         columns = [*self._numbered("t", target.table.key, "k"), sql.SQL("true AS was"), *self._numbered("t", read, "r")]
         self._run(
@@ -99,7 +95,7 @@ class _Images(Images):
         """Note the rows with the keys of staged rows; without a key, the staged rows themselves."""
         if COUNT in staged.columns:
             places = {column.name: i for i, column in enumerate(self._target.table.columns)}
-            read = [sql.SQL(f"s.c{places[name]}") for name in self._read]
+            read = [sql.SQL(f"s.c{places[name]}") for name in self.read]
             self._run(
                 "INSERT INTO {images} SELECT true, {read} FROM {stage} s",
                 read=listed(read),
@@ -107,7 +103,7 @@ class _Images(Images):
             )
             return
         key = self._statements.staged_key()
-        if not self._read:
+        if not self.read:
             self._run(
                 "INSERT INTO {images} SELECT {key}, false FROM {stage} s",
                 key=listed(key),
@@ -119,7 +115,7 @@ class _Images(Images):
             " FROM (SELECT * FROM {stage} s ORDER BY {key}) s LEFT JOIN {table} t ON {match}",
             key=listed(key),
             exists=self._exists(),
-            read=listed(self._numbered("t", self._read, "r")),
+            read=listed(self._numbered("t", self.read, "r")),
             stage=self._statements.staged_rows(staged),
             match=self._statements.equal_to(key),
         )
@@ -128,7 +124,7 @@ class _Images(Images):
         return sql.SQL("t.{} IS NOT NULL").format(sql.Identifier(self._target.table.key[0]))
 
     def note_rows(self, keys: Collection[tuple[str, ...]] | None) -> None:
-        key, read = self._numbered("t", self._target.table.key, "k"), self._numbered("t", self._read, "r")
+        key, read = self._numbered("t", self._target.table.key, "k"), self._numbered("t", self.read, "r")
         found, match_ = self._given(keys)
         self._run(
             "INSERT INTO {images} SELECT {columns} FROM {found}{table} t{match}",
@@ -148,7 +144,7 @@ class _Images(Images):
             self.note_rows(None)
             return
         found, match_ = self._given(keys)
-        nothing = [sql.SQL("NULL")] * len(self._read)
+        nothing = [sql.SQL("NULL")] * len(self.read)
         self._run(
             "INSERT INTO {images} SELECT {columns} FROM {found}{table} t{match}"
             " WHERE NOT EXISTS (SELECT FROM {images} i WHERE {same})",
@@ -165,7 +161,7 @@ class _Images(Images):
 
     def changed(self, read: Sequence[str], name: str) -> str:
         table = sql.Identifier("pg_temp", name)
-        old = [sql.SQL(f"i.r{self._read.index(each)}") for each in read]
+        old = [sql.SQL(f"i.r{self.read.index(each)}") for each in read]
         if not self._target.table.key:
             columns = listed(sql.SQL(f"{{}} AS r{n}").format(each) for n, each in enumerate(old))
             self._run(

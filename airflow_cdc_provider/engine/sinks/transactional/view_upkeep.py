@@ -2,9 +2,8 @@
 
 The mirror is the only state. Before rows change, their *images* are noted: the columns that views read, as they are in
 the mirror. At the end of the transaction the rows whose images differ are known. Each of them reaches anchors over the
-joins, from its old and from its new image, through the tables as they are now. A row of the root whose key is the
-anchor reaches only itself, so of such a table only the keys are noted. The rows of these anchors are computed again,
-and the differences are written::
+joins, from its old and from its new image, through the tables as they are now. The rows of these anchors are computed
+again, and the differences are written::
 
     old images ── apply the unit ── rows whose images differ ── affected anchors ─┬─ recompute, write the differences
                                                                                   └─ too many: queue them
@@ -16,6 +15,9 @@ the combination with it instead. So a combination has changed rows; take one wit
 root. All rows on the way are the same in both states, so the way leads through the tables as they are now, and begins
 at the old or the new image of the changed row. WHERE and other conditions are ignored on the way: more anchors than
 needed do no harm, since they are recomputed to what they are.
+
+If a unit changes rows of the root, if their key is the anchor, and if the view reads all columns, each of these rows
+affects just its own anchor, and images would hardly ever be equal. Then only the keys are noted.
 """
 
 from __future__ import annotations
@@ -28,12 +30,18 @@ from typing import ClassVar, Protocol
 from airflow_cdc_provider.engine.core.errors import ViewRefused
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import LogPosition
+from airflow_cdc_provider.engine.core.record import Target
 from airflow_cdc_provider.engine.sinks.staged import Staged
 from airflow_cdc_provider.engine.views.version import ViewVersion
 
 
 class Images(ABC):
-    """The keys of a table's noted rows, and their images in the columns that views read, if any."""
+    """The keys of a table's noted rows, and their images in some columns.
+
+    :ivar read: the columns; none if only the keys are noted.
+    """
+
+    read: tuple[str, ...]
 
     @abstractmethod
     def note_staged(self, staged: Staged) -> None:
@@ -80,20 +88,17 @@ class Affected(Protocol):
 class ViewUpkeep(ABC):
     """The upkeep of a pipeline's views in one transaction.
 
+    :param targets: the recorded targets by label, at least those that views read.
     :param versions: the versions in the record.
     """
 
     join_operator: ClassVar[str] = "JOIN"
     """The operator of the joins from changed rows to the root."""
 
-    def __init__(self, versions: Sequence[ViewVersion]) -> None:
+    def __init__(self, targets: Mapping[str, Target], versions: Sequence[ViewVersion]) -> None:
+        self._targets = targets
         self._versions = [version for version in versions if version.moves]
         self._newest = {version.view.label: version.number for version in versions}
-        read: dict[str, set[str]] = {}
-        for version in self._versions:
-            for label, columns in version.view.columns.items():
-                read.setdefault(label, set()).update(() if label == version.view.own_anchors else columns)
-        self._read = {label: tuple(sorted(columns)) for label, columns in read.items()}
         self._images: dict[str, Images] = {}
 
     # -- provided by a store -----------------------------------------------------------------------
@@ -119,13 +124,17 @@ class ViewUpkeep(ABC):
 
     @abstractmethod
     def _record(self, version: ViewVersion, behind: LogPosition | None, anchors: int, seconds: float) -> None:
-        """Record what was done for a version in this transaction."""
+        """Record what was done for a version in this transaction.
+
+        :param anchors: number of affected anchors; 0 if their rows are what they were.
+        :param seconds: that this took.
+        """
 
     # -- the steps ---------------------------------------------------------------------------------
 
     def note(self, staged: Staged) -> None:
         """Note the rows that a piece is about to change."""
-        images = self._images_of(staged.label)
+        images = self._images_of(staged.label, in_unit=True)
         if images is not None and staged.truncate:
             images.note_rows(None)
         if images is not None and staged.relation is not None:
@@ -143,11 +152,21 @@ class ViewUpkeep(ABC):
         if images is not None:
             images.note_new(keys)
 
-    def _images_of(self, label: str) -> Images | None:
-        """Return the images of a table's rows; ``None`` if no view reads it."""
-        columns = self._read.get(label)
-        if columns is not None and label not in self._images:
-            self._images[label] = self._begin(label, columns)
+    def _reads_all(self, version: ViewVersion, label: str) -> bool:
+        """Return whether a version reads all columns of a table whose rows affect only their own anchors."""
+        columns = {column.name for column in self._targets[label].table.columns}
+        return label == version.view.own_anchors and columns <= set(version.view.columns[label])
+
+    def _images_of(self, label: str, in_unit: bool = False) -> Images | None:
+        """Return the images of a table's rows; ``None`` if no view reads it.
+
+        :param in_unit: whether its rows are those of a unit, see :meth:`_reads_all`.
+        """
+        readers = [version for version in self._versions if label in version.view.columns]
+        if readers and label not in self._images:
+            compared = [each for each in readers if not (in_unit and self._reads_all(each, label))]
+            columns = {column for each in compared for column in each.view.columns[label]}
+            self._images[label] = self._begin(label, sorted(columns))
         return self._images.get(label)
 
     def settle(self, before: LogPosition) -> None:
@@ -186,7 +205,7 @@ class ViewUpkeep(ABC):
             affected.queue()
             behind = before if behind is None else behind
         elif not affected.recompute():
-            return
+            anchors = 0
         failpoint("after-view-settled")
         self._record(version, behind, anchors, time.monotonic() - started)
 
@@ -195,8 +214,9 @@ class ViewUpkeep(ABC):
         view, found = version.view, []
         changed = {}
         for n, label in enumerate(sorted(labels)):
-            if label == view.own_anchors:
-                found.append(self._images[label].anchors([each.column for each in view.anchor]))
+            images, columns = self._images[label], view.columns[label]
+            if set(columns) <= set(images.read):
+                changed[label] = images.changed(columns, f"cdc_changed_{version.number}_{n}")
             else:
-                changed[label] = self._images[label].changed(view.columns[label], f"cdc_changed_{version.number}_{n}")
+                found.append(images.anchors([each.column for each in view.anchor]))
         return found + view.walks(changed, tables, self.join_operator)

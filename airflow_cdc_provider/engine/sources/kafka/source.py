@@ -73,11 +73,11 @@ class KafkaSource(ReadOnlySource):
         for branch in self.pipeline.branches:
             require_query(spark, self.pipeline, existing_record(branch))
 
-    def require_continuation(self, records: Sequence[ReadRecord]) -> str:
+    def require_continuation(self, readers: Sequence[ReadRecord]) -> str:
         """Check that the topics can continue what the sinks have."""
-        for read in records:
+        for read in readers:
             pass_gate(Topics(self.settings), RecordedTopics.of(read()))
-        return "The source can continue what the sinks have." if records else "Nothing has been provisioned yet."
+        return "The source can continue what the sinks have." if readers else "Nothing has been provisioned yet."
 
     # -- commands -----------------------------------------------------------------------------------
 
@@ -91,12 +91,12 @@ class KafkaSource(ReadOnlySource):
 
         return follower(self.pipeline, ending.lsn, ending.caught_up)
 
-    def status(self, record: Record | None, records: Sequence[ReadRecord], judge: bool) -> SourceStatus:
+    def status(self, record: Record | None, readers: Sequence[ReadRecord], judge: bool) -> SourceStatus:
         """Return offsets, skipped messages, and the number of unread messages."""
         read = {"offsets": {}, "skipped": []} if record is None else RecordedTopics.of(record).shown()
         facts = {**read, **lag_of(self.pipeline, record)}
         return SourceStatus(
-            facts=facts, trouble=blocking_error(lambda: self.require_continuation(records)) if judge else None
+            facts=facts, trouble=blocking_error(lambda: self.require_continuation(readers)) if judge else None
         )
 
     def verify(self, live: bool, tell: TellTable) -> dict[str, Any]:

@@ -108,7 +108,7 @@ class PostgresSource:
             branches = self.pipeline.branches
             passages = [gate(source, self.settings, partial(existing_record, branch)) for branch in branches]
         for branch, passage in zip(branches, passages, strict=True):
-            sink, record = sink_of(branch, part), existing_record(branch)
+            sink, record = sink_of(branch, part), passage.record
             if part != RESNAPSHOT:
                 require_targets(branch, sink, record)
             # Parts of a run share the record's row with chunks in flight, so they write only what is necessary. A part
@@ -128,7 +128,7 @@ class PostgresSource:
             if existing_record(self.pipeline).epoch == epoch and await_condition(free, _RELEASE_SECONDS):
                 for branch, sink in zip(self.pipeline.branches, sinks, strict=True):
                     passage = gate(source, self.settings, partial(existing_record, branch))
-                    record_passage(sink, replace(existing_record(branch), epoch=epoch), passage)
+                    record_passage(sink, replace(passage.record, epoch=epoch), passage)
 
     def end_readers(self, fence: Fence) -> None:
         """See :meth:`.AttachedSource.end_readers`."""
@@ -207,17 +207,17 @@ class PostgresSource:
                 " package of an object store by spark.jars.packages.",
             ) from e
 
-    def require_continuation(self, records: Sequence[ReadRecord]) -> str:
+    def require_continuation(self, readers: Sequence[ReadRecord]) -> str:
         """See :meth:`.Source.require_continuation`."""
         with connected(self.settings.dsn) as source:
             require_primary(source)
-            return self._continues(source, records)
+            return self._continues(source, readers)
 
-    def _continues(self, source: Connection, records: Sequence[ReadRecord]) -> str:
-        for read in records:
+    def _continues(self, source: Connection, readers: Sequence[ReadRecord]) -> str:
+        for read in readers:
             if not self._complete(source, read()):
                 gate(source, self.settings, read)
-        return "The source can continue what the sinks have." if records else "Nothing has been provisioned yet."
+        return "The source can continue what the sinks have." if readers else "Nothing has been provisioned yet."
 
     def _complete(self, source: Connection, record: Record) -> bool:
         """Return whether the pipeline was to copy only, and has done so and removed its slot."""
@@ -287,12 +287,12 @@ class PostgresSource:
         with connected(self.settings.dsn, writes=True) as source:
             removal.remove_slot(source, self.pipeline, record, State(self.pipeline.state))
 
-    def status(self, record: Record | None, records: Sequence[ReadRecord], judge: bool) -> SourceStatus:
+    def status(self, record: Record | None, readers: Sequence[ReadRecord], judge: bool) -> SourceStatus:
         """See :meth:`.Source.status`."""
         with connected(self.settings.dsn) as source:
             found = slots.read_slot(source, self.settings.slot)
             lag_bytes, lag_seconds = (None, None) if record is None else record.lag(slots.flushed(source), time.time())
-            trouble = blocking_error(lambda: self._continues(source, records)) if judge else None
+            trouble = blocking_error(lambda: self._continues(source, readers)) if judge else None
         shown = None if found is None else {**found.as_dict(), "budget": self._budget(found)}
         return SourceStatus(lag_bytes, lag_seconds, shown, trouble=trouble)
 

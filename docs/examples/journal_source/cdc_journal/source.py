@@ -95,10 +95,10 @@ class JournalSource(ReadOnlySource):
                 "Restore the section `source`, or use another pipeline name.",
             )
 
-    def require_continuation(self, records: Sequence[ReadRecord]) -> str:
+    def require_continuation(self, readers: Sequence[ReadRecord]) -> str:
         """Check that the table is unchanged, and still has the last row that the sinks have."""
         table = self._journal.table()
-        for read in records:
+        for read in readers:
             record = read()
             last = self._journal.last(table)  # after the record: a running stream applies what is appended meanwhile
             self._require_same(record)
@@ -181,7 +181,7 @@ class JournalSource(ReadOnlySource):
             tell(done)
         return done
 
-    def status(self, record: Record | None, records: Sequence[ReadRecord], judge: bool) -> SourceStatus:
+    def status(self, record: Record | None, readers: Sequence[ReadRecord], judge: bool) -> SourceStatus:
         """Return the number of the last row, and why the source cannot continue, if so."""
         facts: dict[str, Any] = {}
 
@@ -190,7 +190,7 @@ class JournalSource(ReadOnlySource):
 
         trouble = blocking_error(look)
         if trouble is None and judge:
-            trouble = blocking_error(lambda: self.require_continuation(records))
+            trouble = blocking_error(lambda: self.require_continuation(readers))
         return SourceStatus(facts=facts, trouble=trouble)
 
     def verify(self, live: bool, tell: TellTable) -> dict[str, Any]:

@@ -47,9 +47,11 @@ _PREVENTION = {
 class Passage:
     """The state of the source when the gate let a pipeline through.
 
+    :param record: the commit record that it can continue.
     :param timeline: the timeline that the source is on now.
     """
 
+    record: Record
     slot: SlotState
     timeline: int
 
@@ -129,7 +131,7 @@ def gate(connection: Connection, source: PostgresSourceSettings, read: Callable[
             " the source has been set back",
             REPAIR,
         )
-    return Passage(state, now.timeline)
+    return Passage(record, state, now.timeline)
 
 
 def _check_identity(recorded: SlotIdentity, source: PostgresSourceSettings, now: SlotIdentity) -> None:
