@@ -22,7 +22,7 @@ from tests.support.databases import transaction
 from tests.support.pipelines import UNHURRIED, PipelineUnderTest
 from tests.support.threads import Stoppable
 
-pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.timeout(1800)]
 
 DAG, RESNAPSHOT, DROP = "cdc_backfill", "cdc_resnapshot", "cdc_drop"
 FIRST = datetime(2026, 1, 1, tzinfo=UTC)

@@ -8,7 +8,7 @@ from airflow_cdc_provider.engine.core.waiting import await_condition
 from tests.airflow.client import Client
 from tests.airflow.server import SECONDS, AirflowUnderTest
 
-pytestmark = [pytest.mark.airflow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.airflow, pytest.mark.timeout(1800)]
 
 DAG = "cdc_pipeline"
 

@@ -24,7 +24,7 @@ from tests.airflow.server import HISTORY_SERVER, POLL, SECONDS, AirflowUnderTest
 from tests.conftest import Databases
 from tests.support.pipelines import PipelineUnderTest
 
-pytestmark = [pytest.mark.airflow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.airflow, pytest.mark.timeout(1800)]
 
 DAG, BACKFILL, VERIFY = "cdc_pipeline", "cdc_backfill", "cdc_verify"
 IMAGES = os.environ.get("AIRFLOW_CDC_IMAGES")

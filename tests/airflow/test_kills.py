@@ -24,7 +24,7 @@ from tests.support.databases import transaction
 from tests.support.pipelines import UNHURRIED, PipelineUnderTest
 from tests.support.threads import Stoppable
 
-pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.timeout(1800)]
 
 DAGS = """
 from datetime import timedelta

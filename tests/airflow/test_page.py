@@ -29,7 +29,7 @@ from tests.conftest import Databases
 from tests.support.databases import execute
 from tests.support.pipelines import PipelineUnderTest
 
-pytestmark = [pytest.mark.airflow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.airflow, pytest.mark.timeout(1800)]
 
 VIEWS = {
     "dwd.orders_wide": {

@@ -13,7 +13,7 @@ from tests.airflow.server import POLL, SECONDS, AirflowUnderTest
 from tests.conftest import Databases
 from tests.support.watching import make_slot, move_slot
 
-pytestmark = [pytest.mark.airflow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.airflow, pytest.mark.timeout(1800)]
 
 CONNECTION = "watched_pg"
 DAGS = """

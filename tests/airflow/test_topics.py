@@ -18,7 +18,7 @@ from tests.support.pipelines import UNHURRIED
 from tests.support.topic_queries import CLICKS, SUMS
 from tests.support.topics import TopicsPipeline, moments
 
-pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.timeout(1800)]
 
 COPY, VERIFY, DROP = "cdc_pipeline", "cdc_verify", "cdc_drop"
 

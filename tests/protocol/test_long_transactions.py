@@ -326,7 +326,7 @@ def test_rows_that_have_been_read_again_are_not_read_once_more(two: PipelineUnde
     assert changed == ("public.u",)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(900)
 def test_a_snapshot_that_waits_is_asked_to_stop(databases: Databases, tmp_path: Path) -> None:
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"])
     pipeline.source(*TABLES)

@@ -174,7 +174,7 @@ def test_a_run_that_is_overtaken_there(pipeline: PipelineUnderTest, place: str) 
 
 
 @pytest.mark.spark
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_commands_that_are_killed_while_readers_look(pipeline: PipelineUnderTest) -> None:
     """Readers of views and mirror in one snapshot find them equal, whatever dies."""
     with changing(pipeline):

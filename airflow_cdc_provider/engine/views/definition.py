@@ -132,10 +132,10 @@ class View:
         return next(alias for alias in self.aliases if not alias.parent)
 
     @property
-    def own_anchors(self) -> str | None:
-        """Return the label of the root if a row of its table affects no other anchor than its own key.
+    def keyed_root(self) -> str | None:
+        """Return the label of the root if a row of its table affects no anchor but its own key, otherwise ``None``.
 
-        ``None`` with GROUP BY, or if the table is joined to itself.
+        It may affect others with GROUP BY, or if the table is joined to itself.
         """
         alone = sum(alias.label == self.root.label for alias in self.aliases) == 1
         return self.root.label if alone and not self.grouped else None

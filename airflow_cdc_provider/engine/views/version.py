@@ -26,8 +26,8 @@ class ViewVersion:
     :param behind: the position up to which the view has all changes; ``None`` if it has all that the mirror has.
     :param anchors_built: number of root rows whose anchors are built.
     :param anchors_expected: estimate of the number of root rows when the build began.
-    :param units: number of units that affected the view.
-    :param anchors: number of anchors that they affected.
+    :param units: number of units that wrote rows of the view, or queued anchors.
+    :param anchors: number of anchors that these units affected.
     :param seconds: time that they took.
     """
 

@@ -9,8 +9,10 @@ import pytest
 from airflow_cdc_provider.engine.core.errors import Fenced
 from airflow_cdc_provider.engine.core.record import Watermark
 from airflow_cdc_provider.engine.runs.commit_records import sink_of
+from airflow_cdc_provider.engine.runs.run import run_part
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_task import copy_chunk
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import SnapshotReader
+from airflow_cdc_provider.engine.sources.postgres.source import PostgresSource
 from tests.protocol.races.scene import Make, await_waiting
 from tests.support.engine_parts import chunk_task, copy_chunk_of
 from tests.support.given_rows import GivenRows
@@ -37,6 +39,21 @@ def test_an_old_epoch_commits_nothing(make_pipeline: Make) -> None:
     pipeline.copy(1)
     pipeline.apply()
     pipeline.assert_equal()
+
+
+def test_a_run_that_is_overtaken_at_the_gate_does_not_begin(
+    make_pipeline: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = make_pipeline()
+    epoch, enter = pipeline.provision().epoch, PostgresSource.enter
+
+    def overtaken(source: PostgresSource, part: str) -> None:
+        enter(source, part)
+        sink_of(pipeline.pipeline).take_epoch("another")
+
+    monkeypatch.setattr(PostgresSource, "enter", overtaken)
+    with pytest.raises(Fenced), run_part(pipeline.pipeline, "snapshot", epoch):
+        pytest.fail("began")
 
 
 def test_taking_over_waits_for_a_commit_in_flight(make_pipeline: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,8 +30,14 @@ from tests.sinks.mysql.begun_views import (
 from tests.sinks.view_cases import SETTINGS, TARGETS, WHOLE_SETTINGS
 from tests.support.mysql_store import MysqlStore
 
+SETS = [
+    pytest.param(SETTINGS, id="parts"),
+    pytest.param(WHOLE_SETTINGS, id="whole"),
+    pytest.param((*SETTINGS, *WHOLE_SETTINGS), id="both"),
+]
 
-@pytest.mark.parametrize("views", [SETTINGS, WHOLE_SETTINGS], ids=["parts", "whole"])
+
+@pytest.mark.parametrize("views", SETS)
 def test_views_equal_their_selects_after_every_unit(mariadb: MariadbServer, views: tuple[ViewSettings, ...]) -> None:
     begun, rnd = begin(mariadb, views), random.Random(1)
     build(begun)
@@ -41,7 +47,7 @@ def test_views_equal_their_selects_after_every_unit(mariadb: MariadbServer, view
     assert [(each.view, each.difference_count) for each in compared(begun)] == [(each.label, 0) for each in views]
 
 
-@pytest.mark.parametrize("views", [SETTINGS, WHOLE_SETTINGS], ids=["parts", "whole"])
+@pytest.mark.parametrize("views", SETS)
 def test_rows_that_are_read_again_move_the_views(mariadb: MariadbServer, views: tuple[ViewSettings, ...]) -> None:
     begun, rnd = begin(mariadb, views), random.Random(2)
     build(begun)

@@ -20,6 +20,11 @@ Row = tuple[str | None, ...]
 START = 100
 
 WIDE = "SELECT o.id, o.total, c.city FROM shop.orders o LEFT JOIN shop.customers c ON c.id = o.customer_id"
+WHOLE = (
+    "SELECT o.id, o.customer_id, o.total, o.note, c.city FROM shop.orders o"
+    " LEFT JOIN shop.customers c ON c.id = o.customer_id"
+)
+"""Reads all columns of its root."""
 CITIES = (
     "SELECT c.city, count(*) AS n, sum(o.total) AS total FROM shop.customers c"
     " JOIN shop.orders o ON o.customer_id = c.id GROUP BY c.city"

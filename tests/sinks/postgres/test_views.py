@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import psycopg
 import pytest
@@ -13,9 +15,14 @@ from airflow_cdc_provider.engine.core.errors import (
 )
 from airflow_cdc_provider.engine.core.failpoint import VARIABLE
 from airflow_cdc_provider.engine.sinks.postgres import fence, view_store
+from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
+from airflow_cdc_provider.engine.sinks.postgres.view_upkeep import PostgresViewUpkeep
+from airflow_cdc_provider.engine.sinks.transactional.view_upkeep import Images
 from airflow_cdc_provider.engine.sinks.transactional.views import ViewKeeper
 from airflow_cdc_provider.engine.views.settings import ViewSettings
-from tests.sinks.postgres.begun_views import CITIES, WIDE, Shop, a_shop
+from tests.sinks.begun_sink import IDENTITY, WATERMARK
+from tests.sinks.postgres.begun_views import CITIES, ORDERS, WHOLE, WIDE, Shop, a_shop
+from tests.support.given_rows import GivenRows
 
 
 def test_readers_see_mirror_and_views_move_together(empty: str) -> None:
@@ -36,8 +43,7 @@ def test_a_change_of_columns_that_no_view_reads_affects_no_anchor(empty: str) ->
 @pytest.mark.parametrize(
     "select",
     [
-        "SELECT o.id, o.customer_id, o.total, o.note, c.city FROM shop.orders o"
-        " LEFT JOIN shop.customers c ON c.id = o.customer_id",
+        WHOLE,
         CITIES,
         "SELECT c.id, c.city, c.name, o.total FROM shop.customers c JOIN shop.orders o ON o.customer_id = c.id",
     ],
@@ -57,6 +63,34 @@ def test_units_are_counted_that_change_rows_of_the_view(empty: str, select: str)
     assert [each - units[0] for each in units] == [0, 0, 1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("views", "columns"),
+    [
+        ({"whole": WHOLE}, 0),
+        ({"whole": WHOLE, "wide": WIDE}, 3),
+        ({"whole": ViewSettings("dwd", "whole", WHOLE, refresh=60.0)}, 4),
+    ],
+    ids=["whole", "beside another", "refreshed"],
+)
+def test_of_changed_rows_that_a_view_reads_as_a_whole_only_keys_are_noted(
+    empty: str, monkeypatch: pytest.MonkeyPatch, views: dict[str, Any], columns: int
+) -> None:
+    begin, noted = PostgresViewUpkeep._begin, list[tuple[str, int]]()
+
+    def noting(upkeep: PostgresViewUpkeep, label: str, columns: Sequence[str]) -> Images:
+        noted.append((label, len(columns)))
+        return begin(upkeep, label, columns)
+
+    shop = a_shop(empty, **views)
+    monkeypatch.setattr(PostgresViewUpkeep, "_begin", noting)
+    shop.unit({1: ("2", "12", "a")}, {2: ("Bonn", "Ben")})
+    shop.sink.replace(shop.epoch, ORDERS, frozenset({("2",)}), GivenRows([], lambda: WATERMARK), ORDERS)
+    assert noted == [("shop.orders", columns), ("shop.customers", 2), ("shop.orders", 4)]
+    while shop.keeper.step(everything=True):
+        pass
+    assert shop.rows("SELECT * FROM dwd.whole ORDER BY 1") == [(1, 2, 12, "a", "Bonn"), (3, 2, 30, "c", "Bonn")]
+
+
 def test_an_unchanged_row_is_not_written(empty: str) -> None:
     """Five orders of Rome are affected, but the city of one customer only is another."""
     shop = a_shop(empty, wide=WIDE)
@@ -74,6 +108,8 @@ def test_indexes_for_the_upkeep_are_created_once_and_pages_have_room(empty: str)
     assert sorted(row[0].partition(" USING ")[2] for row in found) == ["btree (city)", "btree (customer_id)"]
     packed = "SELECT relname FROM pg_class WHERE relname IN ('orders', 'wide') AND reloptions = '{fillfactor=70}'"
     assert len(shop.rows(packed)) == 2
+    PostgresSink(empty, "q", "mirror").prepare([replace(ORDERS, schema="other")], [], IDENTITY, 100)
+    assert shop.rows("SELECT reloptions FROM pg_class WHERE oid = 'other.orders'::regclass") == [(["fillfactor=90"],)]
     printed = replace(shop.sink.views[0], sql=f"{WIDE} WHERE o.total > 0", indexes="print")
     shop.store.query(
         "DROP INDEX mirror." + shop.rows("SELECT indexname FROM pg_indexes WHERE indexdef LIKE '%customer_id)'")[0][0]

@@ -23,7 +23,7 @@ from tests.support.pipeline_files import document
 from tests.support.pipelines import SPARK_CONF
 from tests.support.spark_jvm import local_session
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(900)]
 
 COLUMNS = (
     "id STRING, d DECIMAL(12, 4), whole DECIMAL(38, 0), dbl DOUBLE, f FLOAT, tiny TINYINT, big BIGINT, day DATE,"

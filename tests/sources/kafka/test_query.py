@@ -19,7 +19,7 @@ from tests.support.pipeline_files import document
 from tests.support.pipelines import SPARK_CONF
 from tests.support.spark_jvm import local_session
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(900)]
 
 SOURCE = {
     "type": "kafka",

@@ -111,9 +111,9 @@ def record_work(
 ) -> None:
     """Record a unit that affected a version."""
     session.run(
-        "UPDATE airflow_cdc.views SET behind_lsn = %s, units = units + LEAST(1, %s), anchors = anchors + %s,"
+        "UPDATE airflow_cdc.views SET behind_lsn = %s, units = units + 1, anchors = anchors + %s,"
         " seconds = seconds + %s WHERE pipeline = %s AND version = %s",
-        [behind, anchors, anchors, seconds, pipeline, version.number],
+        [behind, anchors, seconds, pipeline, version.number],
     )
 
 

@@ -1,9 +1,9 @@
 """Finds the anchors of views that a transaction affects, in MySQL; see :mod:`.transactional.view_upkeep`.
 
 For each table that views read there is a temporary table of images, with a row for each noted row: its key ``k0`` …,
-whether it existed (``was``), and the columns that views read, ``r0`` …; or only its key. After a
-table has been read as a whole, the views over it are built again, because its rows may have been written in several
-transactions: no images are noted.
+whether it existed (``was``), and the columns that views read, ``r0`` …; or only its key. After a table has been read as
+a whole, the views over it are built again, because its rows may have been written in several transactions: no images
+are noted.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class MysqlViewUpkeep(ViewUpkeep):
 class _Images(Images):
     """The images of a table's rows.
 
-    :param read: the columns that views read.
+    :param read: the columns of the images.
     :param number: distinguishes the table from those of others.
     """
 

@@ -122,9 +122,9 @@ def record_work(
     """Record a unit that affected a version."""
     rows(
         connection,
-        "UPDATE airflow_cdc.views SET behind_lsn = %s, units = units + least(1, %s), anchors = anchors + %s,"
+        "UPDATE airflow_cdc.views SET behind_lsn = %s, units = units + 1, anchors = anchors + %s,"
         " seconds = seconds + %s WHERE pipeline = %s AND version = %s",
-        [None if behind is None else format_lsn(behind), anchors, anchors, seconds, pipeline, version.number],
+        [None if behind is None else format_lsn(behind), anchors, seconds, pipeline, version.number],
     )
 
 

@@ -1,8 +1,8 @@
 """Finds the anchors of views that a transaction affects, in Postgres; see :mod:`.transactional.view_upkeep`.
 
 For each table that views read there is a temporary table of images, with a row for each noted row: its key ``k0`` …,
-whether it existed (``was``), and the columns that views read, ``r0`` …; or only its key. Images
-are compared with ``*=``, which is exact: for ``=``, the numerics 1.0 and 1.00 are equal, and JSON cannot be compared.
+whether it existed (``was``), and the columns that views read, ``r0`` …; or only its key. Images are compared with
+``*=``, which is exact: for ``=``, the numerics 1.0 and 1.00 are equal, and JSON cannot be compared.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class PostgresViewUpkeep(ViewUpkeep):
 class _Images(Images):
     """The images of a table's rows.
 
-    :param read: the columns that views read.
+    :param read: the columns of the images.
     :param number: distinguishes the table from those of others.
     """
 

@@ -16,8 +16,8 @@ root. All rows on the way are the same in both states, so the way leads through 
 at the old or the new image of the changed row. WHERE and other conditions are ignored on the way: more anchors than
 needed do no harm, since they are recomputed to what they are.
 
-If a unit changes rows of the root, if their key is the anchor, and if the view reads all columns, each of these rows
-affects just its own anchor, and images would hardly ever be equal. Then only the keys are noted.
+If the key of a row is the only anchor that it affects, and the view reads all columns of the table, then almost every
+row of a unit has another image, and only its key is noted.
 """
 
 from __future__ import annotations
@@ -124,17 +124,13 @@ class ViewUpkeep(ABC):
 
     @abstractmethod
     def _record(self, version: ViewVersion, behind: LogPosition | None, anchors: int, seconds: float) -> None:
-        """Record what was done for a version in this transaction.
-
-        :param anchors: number of affected anchors; 0 if their rows are what they were.
-        :param seconds: that this took.
-        """
+        """Record what was done for a version in this transaction."""
 
     # -- the steps ---------------------------------------------------------------------------------
 
     def note(self, staged: Staged) -> None:
         """Note the rows that a piece is about to change."""
-        images = self._images_of(staged.label, in_unit=True)
+        images = self._images_of(staged.label, changed=not staged.truncate)
         if images is not None and staged.truncate:
             images.note_rows(None)
         if images is not None and staged.relation is not None:
@@ -152,19 +148,23 @@ class ViewUpkeep(ABC):
         if images is not None:
             images.note_new(keys)
 
-    def _reads_all(self, version: ViewVersion, label: str) -> bool:
-        """Return whether a version reads all columns of a table whose rows affect only their own anchors."""
-        columns = {column.name for column in self._targets[label].table.columns}
-        return label == version.view.own_anchors and columns <= set(version.view.columns[label])
+    def _needs_keys(self, version: ViewVersion, label: str) -> bool:
+        """Return whether the keys of changed rows of a table are enough for a version.
 
-    def _images_of(self, label: str, in_unit: bool = False) -> Images | None:
+        They are not if changes wait in the queue, because an equal image would then delay the view for nothing.
+        """
+        if label != version.view.keyed_root or version.settings.refresh:
+            return False
+        return {column.name for column in self._targets[label].table.columns} <= set(version.view.columns[label])
+
+    def _images_of(self, label: str, changed: bool = False) -> Images | None:
         """Return the images of a table's rows; ``None`` if no view reads it.
 
-        :param in_unit: whether its rows are those of a unit, see :meth:`_reads_all`.
+        :param changed: whether almost all rows will be others, unlike those that are read or written again.
         """
         readers = [version for version in self._versions if label in version.view.columns]
         if readers and label not in self._images:
-            compared = [each for each in readers if not (in_unit and self._reads_all(each, label))]
+            compared = [each for each in readers if not (changed and self._needs_keys(each, label))]
             columns = {column for each in compared for column in each.view.columns[label]}
             self._images[label] = self._begin(label, sorted(columns))
         return self._images.get(label)
@@ -205,7 +205,7 @@ class ViewUpkeep(ABC):
             affected.queue()
             behind = before if behind is None else behind
         elif not affected.recompute():
-            anchors = 0
+            return
         failpoint("after-view-settled")
         self._record(version, behind, anchors, time.monotonic() - started)
 

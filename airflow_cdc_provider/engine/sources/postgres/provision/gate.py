@@ -99,15 +99,15 @@ def gate(connection: Connection, source: PostgresSourceSettings, read: Callable[
     """Check that the source can continue from the sink's record.
 
     :param connection: to the source.
-    :param read: returns the commit record; called again each time, because a stream may be running. It commits before
-        it acknowledges, so the applied LSN is read after the slot; and it records what it has seen of the slot, so that
-        is read before.
+    :param read: returns the commit record; called before and after the slot is read, because a stream may be running.
+        What the stream has seen of the slot was recorded before, and it commits before it acknowledges.
     :raises GateClosed: naming what differs and the repair.
     """
     require_primary(connection)
-    recorded = RecordedSlot.of(read().identity)
+    before = RecordedSlot.of(read().identity)
     state = read_slot(connection, source.slot)
     record = read()
+    recorded = RecordedSlot.of(record.identity)
     now = read_identity(connection, source.slot, source.publication)
     _check_identity(recorded.slot_identity, source, now)
     moved = now.timeline != recorded.slot_identity.timeline
@@ -117,9 +117,9 @@ def gate(connection: Connection, source: PostgresSourceSettings, read: Callable[
     needed = max(record.applied, record.high)
     if moved:
         _check_timeline(source, recorded.slot_identity.timeline, now.timeline, needed)
-    elif state.restart_lsn < recorded.seen:
+    elif before.slot_identity == recorded.slot_identity and state.restart_lsn < before.seen:
         raise GateClosed(
-            f"slot {source.slot!r} is at {format_lsn(state.restart_lsn)}, but was at {format_lsn(recorded.seen)}"
+            f"slot {source.slot!r} is at {format_lsn(state.restart_lsn)}, but was at {format_lsn(before.seen)}"
             " before: the source has been restored from a copy, and its log since then is not the one from which the"
             " sink was filled",
             REPAIR,
