@@ -25,6 +25,10 @@ pytestmark = [pytest.mark.airflow, pytest.mark.spark, pytest.mark.timeout(1800)]
 PATIENCE = 600.0  # seconds: five sinks, one of which uses a Spark that has to warm up
 
 
+MIRRORS = ("postgres", "mysql", "delta")
+VIEWS = {"dwd.named": {"sql": "SELECT t.id, t.name, t.price * 2 AS double_price FROM public.t AS t WHERE t.price > 1"}}
+"""Views of the mirrors, in SQL that all of these stores have."""
+
 COPY, SENSE, MAINTAIN, DROP = "cdc_sinks", "sinks_sense", "sinks_maintain", "cdc_drop"
 
 
@@ -67,7 +71,8 @@ def pipeline(
         sinks = []
         for kind, start in WAREHOUSES.items():
             warehouse = start(ended, server_directory / f"{tmp_path.name}-{kind}")
-            sinks.append(yaml.safe_load(warehouse.section))
+            section = yaml.safe_load(warehouse.section)
+            sinks.append(section | ({"views": VIEWS} if kind in MIRRORS else {}))
             for name, uri in warehouse.connections.items():
                 monkeypatch.setenv(f"AIRFLOW_CONN_{name.upper()}", uri)  # for this process; Airflow has its own
                 connect(client, ended, name, uri)
@@ -113,6 +118,8 @@ def test_every_kind_of_sink_is_filled_and_equal(
     verified = client.xcom(MAINTAIN, maintained, "verify")
     assert [table["equal"] for table in verified["tables"]] == [True] * len(WAREHOUSES), verified
     assert {(table["source_rows"], table["target_rows"]) for table in verified["tables"]} == {(900, 900)}
+    ((wanted,),) = pipeline.source_rows("SELECT count(*)::int FROM public.t WHERE price > 1")
+    assert [(view["equal"], view["rows"]) for view in verified["views"]] == [(True, wanted)] * len(MIRRORS), verified
 
     ended = client.trigger(DROP, {"pipeline": str(pipeline.file)})
     airflow.answer(DROP, ended, "Approve")
