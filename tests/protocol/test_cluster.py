@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.support.airflow_support import connection_json
+from tests.support.patience import SECONDS
 
 # isort: split
 from airflow.sdk.exceptions import AirflowException
@@ -35,7 +36,6 @@ __all__ = ["cluster"]
 # A cluster consists of eight Python processes and four JVMs, which take minutes to start on a busy machine.
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
-SECONDS = 240.0
 
 TABLES = """
 CREATE TABLE public.orders (id bigint PRIMARY KEY, customer int NOT NULL, note text);

@@ -333,7 +333,7 @@ def _enter(pipeline: Pipeline, state: State, part: str, epoch: int | None, takeo
     require_epoch(record, epoch)
     attached(pipeline).enter(part)
     record = existing_record(pipeline)
-    require_epoch(record, epoch)
+    require_epoch(record, epoch)  # another run may have taken it meanwhile
     return record
 
 

@@ -215,7 +215,7 @@ class ViewUpkeep(ABC):
         changed = {}
         for n, label in enumerate(sorted(labels)):
             images, columns = self._images[label], view.columns[label]
-            if set(columns) <= set(images.read):
+            if set(columns) <= set(images.read):  # otherwise only keys were noted, or columns for other views
                 changed[label] = images.changed(columns, f"cdc_changed_{version.number}_{n}")
             else:
                 found.append(images.anchors([each.column for each in view.anchor]))

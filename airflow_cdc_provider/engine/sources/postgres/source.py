@@ -114,7 +114,7 @@ class PostgresSource:
             # Parts of a run share the record's row with chunks in flight, so they write only what is necessary. A part
             # that has nothing to read does not write: a stream may be at work, on the timeline that is recorded.
             reads = part == RESNAPSHOT or bool(record.unfinished)
-            if part == STREAM or (reads and passage.has_moved(record)):
+            if part == STREAM or (reads and passage.has_moved):
                 record_passage(sink, record, passage)
 
     def leave(self, epoch: int, sinks: Sequence[Sink]) -> None:

@@ -55,9 +55,10 @@ class Passage:
     slot: SlotState
     timeline: int
 
-    def has_moved(self, record: Record) -> bool:
+    @property
+    def has_moved(self) -> bool:
         """Return whether the source is on another timeline than is recorded."""
-        return self.timeline != RecordedSlot.of(record.identity).slot_identity.timeline
+        return self.timeline != RecordedSlot.of(self.record.identity).slot_identity.timeline
 
     def news(self, record: Record) -> dict[str, Any]:
         """Return the values that the commit record does not have yet.
