@@ -15,8 +15,10 @@ from pyspark.sql.classic.dataframe import DataFrame
 from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.sinks.postgres.sink import PostgresSink
 from airflow_cdc_provider.engine.sinks.staged import StagedPiece
+from airflow_cdc_provider.engine.sources.postgres.stream import pipelined_commit
 from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import InlineStaging
 from tests.conftest import Databases
+from tests.support.patience import SECONDS
 from tests.support.pipelines import PipelineUnderTest
 
 CHANGES = {
@@ -57,6 +59,7 @@ def test_pieces_are_staged_where_they_are_read_if_that_is_known_in_time(
 
     The same holds if tasks receive no information.
     """
+    monkeypatch.setattr(pipelined_commit, "PATIENCE_SECONDS", SECONDS)  # a busy machine stages slowly
     pipeline = copied(databases, tmp_path, cores=1)
     pipeline.source(*CHANGES[changes])
     behind: list[str] = []
