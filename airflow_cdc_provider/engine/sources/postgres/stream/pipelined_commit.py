@@ -77,7 +77,7 @@ class PipelinedCommits:
             start, end = (Position.from_json(json.loads(text)).lsn for text in (first.start, first.end))
             sink.commit_as_staged(epoch, max(start, applied), end, unit)
 
-        return PipelinedCommit(is_simple, commit)
+        return PipelinedCommit(is_simple, commit, PATIENCE_SECONDS)
 
 
 class _Canceled(Exception):
