@@ -197,7 +197,8 @@ class PipelineUnderTest:
             "state": f"file://{self.state}",
             # A failure ends the command, so that the test can say what happens next.
             "stream": {"trigger": "200 ms", "heartbeat": "1 second", "restart": {"strategy": "none"}},
-            "spark": {"conf": SPARK_CONF},
+            # Commands start Spark although tests copy little, unless a test changes that.
+            "spark": {"conf": SPARK_CONF, "min_bytes": 0},
         }
         self.file = directory / "pipeline.yaml"
         self.change(**sections)

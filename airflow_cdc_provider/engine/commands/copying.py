@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from airflow_cdc_provider.engine.commands.report import Report, silent
-from airflow_cdc_provider.engine.commands.run_start import run_with_spark
+from airflow_cdc_provider.engine.commands.run_start import reporting_jvm_end, started_run
 from airflow_cdc_provider.engine.core.chunk_ranges import Range, choose_chunks, part_of
 from airflow_cdc_provider.engine.core.record import Record
+from airflow_cdc_provider.engine.core.workload import Workload
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.commit_records import existing_record
 from airflow_cdc_provider.engine.runs.progress import SnapshotProgress
@@ -37,13 +38,15 @@ def snapshot(
     :param epoch: the epoch of the run that this part belongs to; ``None`` to begin a run.
     :param chunks: ranges of the chunks to copy; ``None`` for all.
     """
-    from airflow_cdc_provider.engine.spark.session import reporting_jvm_end
-
     part, nothing = part_of(chunks), {"chunks": 0, "finished": 0, "rows": 0, "seconds": 0.0}
     if not choose_chunks(existing_record(pipeline), chunks):
         with run_part(pipeline, part, epoch, takeover):
             return nothing
-    with run_with_spark(pipeline, part, epoch, takeover) as (run, record, spark):
+
+    def estimate(record: Record | None) -> Workload | None:
+        return None if record is None else source_of(pipeline).workload(record, choose_chunks(record, chunks))
+
+    with started_run(pipeline, part, epoch, takeover, estimate) as (run, record, spark):
         chosen = choose_chunks(record, chunks)
         ours = frozenset(chosen)
         if not chosen:
@@ -63,7 +66,7 @@ def snapshot(
                 run.progress = done.as_dict()
                 report("snapshot", run.progress)
 
-            with reporting_jvm_end(spark, lambda: run.stopping):
+            with reporting_jvm_end(spark, run):
                 source_of(pipeline).copy_chunks(spark, run, record, choose_chunks(record, chunks), report_progress)
 
         keep_trying(run, record, attempt)

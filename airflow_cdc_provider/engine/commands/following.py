@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from airflow_cdc_provider.engine.commands.report import Report, silent
-from airflow_cdc_provider.engine.commands.run_start import require_copied, run_with_spark
+from airflow_cdc_provider.engine.commands.run_start import reporting_jvm_end, require_copied, started_run
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.stream_end import Ending
+from airflow_cdc_provider.engine.core.workload import Workload
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.progress import StreamProgress
 from airflow_cdc_provider.engine.runs.restarting import keep_trying
@@ -28,10 +29,12 @@ def stream(
     :param until: ``forever``, ``caught-up`` (until everything committed before this command began, and up to the high
         watermark, is durable in the sink) or ``lsn:X/Y``; see :meth:`.Ending.parse`.
     """
-    from airflow_cdc_provider.engine.spark.session import reporting_jvm_end
-
     ending = Ending.parse(until)
-    with run_with_spark(pipeline, STREAM, epoch, takeover) as (run, record, spark):
+
+    def estimate(record: Record | None) -> Workload | None:
+        return None if record is None else source_of(pipeline).workload(record, ending=ending)
+
+    with started_run(pipeline, STREAM, epoch, takeover, estimate) as (run, record, spark):
         require_copied(pipeline, record)
         follow, reached = source_of(pipeline).follower(record, ending)
         done = StreamProgress(record.applied)
@@ -45,7 +48,7 @@ def stream(
                 run.progress = done.as_dict()
                 report("stream", run.progress)
 
-            with reporting_jvm_end(spark, lambda: run.stopping):
+            with reporting_jvm_end(spark, run):
                 follow(spark, run, record, report_progress)
 
         keep_trying(run, record, attempt)

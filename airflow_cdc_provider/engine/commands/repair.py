@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from airflow_cdc_provider.engine.commands import checks
@@ -58,7 +59,13 @@ def _resnapshot(
     report: Report,
 ) -> dict[str, Any]:
     if everything:
-        with spark_before(pipeline, RESNAPSHOT, RESNAPSHOT, lambda: refuse_second(pipeline, takeover)):
+        with spark_before(
+            pipeline,
+            RESNAPSHOT,
+            RESNAPSHOT,
+            lambda: refuse_second(pipeline, takeover),
+            lambda _: source_of(pipeline).workload(None),
+        ):
             epoch = int(start_over(pipeline, takeover=takeover)["epoch"])
             copied = snapshot(pipeline, epoch=epoch, takeover=takeover, report=report)
         read = {c.chunk.table: c.rows for c in existing_record(pipeline).chunks}

@@ -1,4 +1,4 @@
-"""Prepares a run before it takes the epoch: all steps that can fail before the first commit.
+"""Prepares a run before it takes the epoch: all steps that can fail before the first commit, Spark's start included.
 
 Taking the epoch ends the run that has it. If a run took it first and then could not start Spark, no run would be left.
 Therefore the previous run continues during these steps.
@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from airflow_cdc_provider.engine.commands.attention import noting_errors
 from airflow_cdc_provider.engine.core.errors import GateClosed
 from airflow_cdc_provider.engine.core.record import Record
+from airflow_cdc_provider.engine.core.workload import Workload
+from airflow_cdc_provider.engine.pipeline.kinds import SparkBound
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.commit_records import existing_record, record_if_any, require_targets, sink_of
 from airflow_cdc_provider.engine.runs.metrics import require_client
@@ -29,46 +31,70 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
+Estimate = Callable[[Record | None], Workload | None]
+"""Returns the workload of a part of a run from the commit record, see :meth:`.Source.workload`."""
+
+
+def needs_spark(pipeline: Pipeline, estimate: Estimate) -> bool:
+    """Return whether a part of a run needs Spark: because of its sinks, or because it has much to do.
+
+    Starting Spark takes longer than a small copy or catch-up, which the process of the command does itself.
+    """
+    least = pipeline.spark
+    if not (least.min_rows and least.min_bytes) or any(isinstance(sink, SparkBound) for sink in pipeline.sinks):
+        return True
+    found = estimate(record_if_any(pipeline))
+    return found is None or found.rows >= least.min_rows or found.bytes >= least.min_bytes
+
+
 @contextmanager
-def run_with_spark(
-    pipeline: Pipeline, part: str, epoch: int | None, takeover: bool
-) -> Iterator[tuple[Run, Record, SparkSession]]:
-    """Work on a pipeline with Spark, see :func:`.run_part`; a new run takes the epoch once Spark has started.
+def started_run(
+    pipeline: Pipeline, part: str, epoch: int | None, takeover: bool, estimate: Estimate
+) -> Iterator[tuple[Run, Record, SparkSession | None]]:
+    """Work on a pipeline, see :func:`.run_part`, with Spark if it is needed; a new run takes the epoch after its start.
 
     :param epoch: the epoch of the run that the part belongs to, which has already ended others; ``None`` to take a new
         one.
+    :param estimate: the workload of the part.
     :raises SparkUnusable: if Spark cannot be used.
     """
-    from airflow_cdc_provider.engine.spark.session import spark_session
-
     title = part.partition("-")[0]
     if epoch is not None:
-        with (
-            run_part(pipeline, part, epoch, takeover) as (run, record),
-            spark_session(pipeline.spark_start, title) as spark,
-        ):
+        with run_part(pipeline, part, epoch, takeover) as (run, record), ExitStack() as stack:
+            spark = None
+            if needs_spark(pipeline, estimate):
+                from airflow_cdc_provider.engine.spark.session import spark_session
+
+                spark = stack.enter_context(spark_session(pipeline.spark_start, title))
             yield _named(run, spark), record, spark
         return
     with (
-        spark_before(pipeline, part, title, lambda: rehearse(pipeline, part, takeover)) as spark,
+        spark_before(pipeline, part, title, lambda: rehearse(pipeline, part, takeover), estimate) as spark,
         run_part(pipeline, part, None, takeover) as (run, record),
     ):
         yield _named(run, spark), record, spark
 
 
 @contextmanager
-def spark_before(pipeline: Pipeline, part: str, title: str, check: Callable[[], None]) -> Iterator[SparkSession]:
-    """Start Spark for a block that takes the epoch.
+def spark_before(
+    pipeline: Pipeline, part: str, title: str, check: Callable[[], None], estimate: Estimate
+) -> Iterator[SparkSession | None]:
+    """Start Spark, if it is needed, for a block that takes the epoch.
 
     :param part: the part that the run begins with.
     :param title: title for the application's name.
     :param check: raises other errors that prevent the run; called before Spark is started.
+    :param estimate: the workload of the block.
     :raises SparkUnusable: if Spark cannot be used.
     """
-    from airflow_cdc_provider.engine.spark.session import spark_session
-
     with noting_errors(pipeline, part):
         check()
+        needed = needs_spark(pipeline, estimate)
+    if not needed:
+        yield None
+        return
+    from airflow_cdc_provider.engine.spark.session import spark_session
+
     with announced(State(pipeline.state), part), ExitStack() as stack:
         with noting_errors(pipeline, part):
             spark = stack.enter_context(spark_session(pipeline.spark_start, title))
@@ -107,8 +133,9 @@ def require_copied(pipeline: Pipeline, record: Record) -> None:
         )
 
 
-def _named(run: Run, spark: SparkSession) -> Run:
-    run.name_application(spark.sparkContext.applicationId, spark.sparkContext.uiWebUrl)
+def _named(run: Run, spark: SparkSession | None) -> Run:
+    if spark is not None:
+        run.name_application(spark.sparkContext.applicationId, spark.sparkContext.uiWebUrl)
     return run
 
 
@@ -119,3 +146,15 @@ def refuse_second(pipeline: Pipeline, takeover: bool) -> None:
     """
     record = record_if_any(pipeline)
     refuse_second_writer(State(pipeline.state), record.epoch if record else 0, None, takeover)
+
+
+@contextmanager
+def reporting_jvm_end(spark: SparkSession | None, run: Run) -> Iterator[None]:
+    """Raise :class:`.SparkLost` if the JVM of a session ends during the block, and the run was not asked to stop."""
+    if spark is None:
+        yield
+        return
+    from airflow_cdc_provider.engine.spark import session
+
+    with session.reporting_jvm_end(spark, lambda: run.stopping):
+        yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from airflow_cdc_provider.engine.commands import checks
@@ -10,7 +11,11 @@ from airflow_cdc_provider.engine.commands.following import stream
 from airflow_cdc_provider.engine.commands.provisioning import provision
 from airflow_cdc_provider.engine.commands.report import Report, silent
 from airflow_cdc_provider.engine.commands.run_start import refuse_second, spark_before
+from airflow_cdc_provider.engine.core.chunk_ranges import choose_chunks
 from airflow_cdc_provider.engine.core.findings import require
+from airflow_cdc_provider.engine.core.record import Record
+from airflow_cdc_provider.engine.core.stream_end import CAUGHT_UP, Ending
+from airflow_cdc_provider.engine.core.workload import Workload
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.commit_records import commit_record_of, existing_record
 from airflow_cdc_provider.engine.sources.contract import source_of
@@ -22,8 +27,15 @@ def run(pipeline: Pipeline, *, takeover: bool = False, report: Report = silent) 
     """Provision, snapshot, and stream until caught up; with ``snapshot.mode: only``, remove the slot afterwards."""
     if pipeline.snapshot.mode == "only" and _finished_for_good(pipeline):
         return {"snapshot": None, "stream": None}
-    with spark_before(pipeline, PROVISION, "run", lambda: _check_run(pipeline, takeover)):
+    with spark_before(pipeline, PROVISION, "run", lambda: _check_run(pipeline, takeover), partial(_estimate, pipeline)):
         return _run(pipeline, takeover, report)
+
+
+def _estimate(pipeline: Pipeline, record: Record | None) -> Workload | None:
+    source = source_of(pipeline)
+    if record is None or source.joining():
+        return source.workload(None)
+    return source.workload(record, choose_chunks(record), Ending.parse(CAUGHT_UP))
 
 
 def _check_run(pipeline: Pipeline, takeover: bool) -> None:

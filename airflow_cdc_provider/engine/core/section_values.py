@@ -78,6 +78,16 @@ def parse_bytes(value: object) -> int:
     return int(match[1]) * _BYTES[match[2]]
 
 
+def as_count_or_zero(value: object) -> int:
+    """Check a whole number from zero on."""
+    return 0 if value == 0 and not isinstance(value, bool) else as_positive_integer(value)
+
+
+def parse_bytes_or_zero(value: object) -> int:
+    """Parse a size as :func:`parse_bytes` does, or zero."""
+    return 0 if value == 0 and not isinstance(value, bool) else parse_bytes(value)
+
+
 def as_mapping(value: object) -> dict[str, str]:
     """Check a mapping of texts to texts; true and false become words as Spark and Java write them."""
     if not isinstance(value, dict):

@@ -19,6 +19,7 @@ from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.section import Section
 from airflow_cdc_provider.engine.core.section_values import (
     PIPELINE_NAME,
+    as_count_or_zero,
     as_flag,
     as_mapping,
     as_positive_integer,
@@ -27,6 +28,7 @@ from airflow_cdc_provider.engine.core.section_values import (
     as_text,
     one_of,
     parse_bytes,
+    parse_bytes_or_zero,
 )
 from airflow_cdc_provider.engine.pipeline.kinds import Naming, SinkSettings, SourceSettings, SparkBound
 from airflow_cdc_provider.engine.pipeline.registry import as_type, is_type, sink_plugin, source_kind
@@ -168,7 +170,14 @@ class Pipeline:
                 max_retained_wal=parse_bytes,
                 on_max_retained_wal=one_of("warn", "stop", "drop-slot"),
             ),
-            spark=root.settings("spark", SparkSettings, master=as_text, conf=as_mapping),
+            spark=root.settings(
+                "spark",
+                SparkSettings,
+                master=as_text,
+                conf=as_mapping,
+                min_rows=as_count_or_zero,
+                min_bytes=parse_bytes_or_zero,
+            ),
             metrics=root.settings("metrics", MetricsSettings, prometheus=as_address),
             messages=root.settings("messages", MessageSettings, values=as_flag),
         )

@@ -6,11 +6,10 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 from py4j.protocol import Py4JError, Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
-from pyspark.sql import DataFrame
-from pyspark.sql.streaming.query import StreamingQuery
 
 from airflow_cdc_provider.engine.core.errors import CdcError, Retry, StreamFailed, values_hidden
 from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, driver_failure
@@ -23,30 +22,47 @@ _POLL_SECONDS = 0.25
 _ERRORS: tuple[type[Exception], ...] = (CdcError, *DRIVER_ERRORS)
 
 
+class Query(Protocol):
+    """The part of Spark's ``StreamingQuery`` that is needed here."""
+
+    @property
+    def isActive(self) -> bool:
+        """Return whether the query runs."""
+
+    def exception(self) -> Exception | None:
+        """Return the error that has ended the query."""
+
+    def stop(self) -> None:
+        """End the query."""
+
+
 class ForeachBatch:
     """The function that Spark calls with each batch (``foreachBatch``); it also reports why the query has ended.
 
     :param write_batch: writes a batch into the sinks; takes its rows and its number.
     :param batch_failure: returns the error for a failed batch; takes the batch's number and Spark's text.
     :param query_failure: returns the error for a query that has ended; takes Spark's text.
+    :param poll: seconds between two looks at the query.
     """
 
     def __init__(
         self,
         run: Run,
-        write_batch: Callable[[DataFrame, int], None],
+        write_batch: Callable[[Any, int], None],
         batch_failure: Callable[[int, str], CdcError],
         query_failure: Callable[[str], CdcError],
+        poll: float = _POLL_SECONDS,
     ) -> None:
         self._run = run
         self._write_batch = write_batch
         self._batch_failure = batch_failure
         self._query_failure = query_failure
+        self._poll = poll
         self._one = threading.Lock()
         self._stopped = False
         self._failure: CdcError | None = None
 
-    def __call__(self, rows: DataFrame, number: int) -> None:
+    def __call__(self, rows: Any, number: int) -> None:
         """Write a batch; every failure must be raised, because Spark would commit the batch otherwise."""
         with self._one:
             if self._stopped:
@@ -66,21 +82,23 @@ class ForeachBatch:
                     self._failure = self._batch_failure(number, str(e))
                 raise
 
-    def ended(self, query: StreamingQuery) -> bool:
+    def ended(self, query: Query) -> bool:
         """Wait briefly, and return whether the query has ended.
 
         :raises CdcError: if it has failed.
         """
-        self._run.wait(_POLL_SECONDS)
+        self._run.wait(self._poll)
         if query.isActive:
             return False
         failure = query.exception()
         if failure is not None:
+            if self._failure is None and isinstance(failure, _ERRORS):  # of a query in this process
+                raise failure
             raise self._failure or self._query_failure(str(failure)) from failure
         return True
 
     @contextmanager
-    def watched(self, query: StreamingQuery) -> Iterator[None]:
+    def watched(self, query: Query) -> Iterator[None]:
         """Run the block concurrently with the batches, and stop the query after that, between two batches.
 
         :raises CdcError: the final error of a batch instead of a transient error of the block. For example, a run that
@@ -97,7 +115,7 @@ class ForeachBatch:
                 raise self._failure from e
             raise
 
-    def _stop(self, query: StreamingQuery) -> None:
+    def _stop(self, query: Query) -> None:
         """Let a running batch finish, and refuse one that begins now."""
         with self._one:
             self._stopped = True

@@ -25,6 +25,7 @@ from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.source_identity import SourceIdentity
 from airflow_cdc_provider.engine.core.stream_end import Ending
 from airflow_cdc_provider.engine.core.table import Table
+from airflow_cdc_provider.engine.core.workload import Workload
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.progress import SnapshotProgress, StreamProgress
 from airflow_cdc_provider.engine.runs.run import Run
@@ -33,8 +34,11 @@ from airflow_cdc_provider.engine.runs.source import AttachedSource, attached
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-Follow = Callable[["SparkSession", Run, Record, Callable[[StreamProgress], None]], StreamProgress]
-"""Follows the source from the position in a record, and reports its progress about once a second."""
+Follow = Callable[["SparkSession | None", Run, Record, Callable[[StreamProgress], None]], StreamProgress]
+"""Follows the source from the position in a record, and reports its progress about once a second.
+
+Without a session it works in this process; only called so for a :class:`.Workload` that is known.
+"""
 Reached = Callable[[StreamProgress], bool]
 """Returns whether a stream has reached the requested end."""
 TellTable = Callable[[str, int, int], None]
@@ -152,15 +156,29 @@ class Source(AttachedSource, Protocol):
     def facts(self) -> Mapping[str, Any]:
         """Return the facts about the source that :meth:`provision` returns, changing nothing."""
 
+    def workload(
+        self, record: Record | None, chunks: Sequence[Chunk] = (), ending: Ending | None = None
+    ) -> Workload | None:
+        """Estimate the work of a part of a run, from the statistics of the source.
+
+        :param record: the commit record; ``None`` before the first run, for a copy of all tables.
+        :param chunks: the chunks to copy.
+        :param ending: the end until which the log is to be followed; ``None`` if it is not.
+        :returns: the estimate; ``None`` if the work has no known end, or can be done only with Spark.
+        """
+
     def copy_chunks(
         self,
-        spark: SparkSession,
+        spark: SparkSession | None,
         run: Run,
         record: Record,
         chunks: Sequence[Chunk],
         tell: Callable[[SnapshotProgress], None],
     ) -> None:
-        """Copy chunks planned by :meth:`provision` in parallel; each is committed with its watermark."""
+        """Copy chunks planned by :meth:`provision`; each is committed with its watermark.
+
+        :param spark: copies them in parallel; without a session, this process copies one after the other.
+        """
 
     def follower(self, record: Record, ending: Ending) -> tuple[Follow, Reached]:
         """Return a function that follows the source until an end, and one that tells whether the end is reached."""

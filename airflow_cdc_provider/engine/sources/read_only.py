@@ -13,6 +13,7 @@ from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import ConfigError, SlotBudgetExceeded
 from airflow_cdc_provider.engine.core.findings import Finding
 from airflow_cdc_provider.engine.core.record import Record, Target
+from airflow_cdc_provider.engine.core.stream_end import Ending
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.slots import SlotState
 from airflow_cdc_provider.engine.runs.commit_records import (
@@ -113,9 +114,12 @@ class ReadOnlySource:
         """Return no facts."""
         return {}
 
+    def workload(self, record: Record | None, chunks: Sequence[Chunk] = (), ending: Ending | None = None) -> None:
+        """Return ``None``, as the source is read only by Spark."""
+
     def copy_chunks(
         self,
-        spark: SparkSession,
+        spark: SparkSession | None,
         run: Run,
         record: Record,
         chunks: Sequence[Chunk],

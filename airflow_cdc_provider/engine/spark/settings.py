@@ -13,10 +13,16 @@ ONE_COMPILER = "-XX:TieredStopAtLevel=1"
 
 @dataclass(frozen=True)
 class SparkSettings:
-    """Spark's master and configuration for runs without ``spark-submit``."""
+    """Spark's master and configuration for runs without ``spark-submit``, and the work for which Spark is started.
+
+    :param min_rows: rows to copy from which Spark is started; less is copied by the process that runs the command.
+    :param min_bytes: bytes to copy, or of the log to read, from which Spark is started.
+    """
 
     master: str = "local[2]"
     conf: Mapping[str, str] = field(default_factory=dict)
+    min_rows: int = 500_000
+    min_bytes: int = 64 << 20
 
 
 @dataclass(frozen=True)

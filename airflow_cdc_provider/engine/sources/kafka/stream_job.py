@@ -62,7 +62,10 @@ def follower(
     """
     goal = Goal.now(Topics(topic_settings(pipeline))) if catch_up else None
 
-    def follow(spark: SparkSession, run: Run, record: Record, tell: Callable[[StreamProgress], None]) -> StreamProgress:
+    def follow(
+        spark: SparkSession | None, run: Run, record: Record, tell: Callable[[StreamProgress], None]
+    ) -> StreamProgress:
+        assert spark is not None, "the source has no workload that is known"
         return TopicJob(spark, run, tell).follow(unit, goal)
 
     def has_reached(done: StreamProgress) -> bool:

@@ -24,6 +24,7 @@ from airflow_cdc_provider.engine.core.record import Record, Target
 from airflow_cdc_provider.engine.core.source_identity import SourceIdentity
 from airflow_cdc_provider.engine.core.stream_end import Ending
 from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.core.workload import Workload
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres import slots
 from airflow_cdc_provider.engine.postgres.connection import Connection, connect, connected, describe, row
@@ -43,6 +44,7 @@ from airflow_cdc_provider.engine.sources.contract import (
     blocking_error,
 )
 from airflow_cdc_provider.engine.sources.postgres.catalog.captured_tables import resolve
+from airflow_cdc_provider.engine.sources.postgres.catalog.table_sizes import size_of_chunks, size_of_tables
 from airflow_cdc_provider.engine.sources.postgres.provision import provisioning, removal, slot
 from airflow_cdc_provider.engine.sources.postgres.provision.gate import gate, record_passage, require_primary
 from airflow_cdc_provider.engine.sources.postgres.provision.preflight import check_tables
@@ -246,9 +248,23 @@ class PostgresSource:
         with connected(self.settings.dsn) as source:
             return gate(source, self.settings, partial(existing_record, self.pipeline)).slot.as_dict()
 
+    def workload(
+        self, record: Record | None, chunks: Sequence[Chunk] = (), ending: Ending | None = None
+    ) -> Workload | None:
+        """See :meth:`.Source.workload`."""
+        with connected(self.settings.dsn) as source:
+            if record is None:
+                return size_of_tables(source, resolve(source, self.settings.tables))
+            copied = size_of_chunks(source, record, chunks)
+            if ending is None:
+                return copied
+            flushed = slots.flushed(source)
+            ends = ending.caught_up or (ending.lsn is not None and ending.lsn <= flushed)
+            return copied + Workload(0, max(flushed - record.applied, 0)) if ends else None
+
     def copy_chunks(
         self,
-        spark: SparkSession,
+        spark: SparkSession | None,
         run: Run,
         record: Record,
         chunks: Sequence[Chunk],
@@ -269,7 +285,7 @@ class PostgresSource:
                 target = max(slots.emit_marker(source, "caught-up"), record.high)
 
         def follow(
-            spark: SparkSession, run: Run, record: Record, tell: Callable[[StreamProgress], None]
+            spark: SparkSession | None, run: Run, record: Record, tell: Callable[[StreamProgress], None]
         ) -> StreamProgress:
             return StreamJob(spark, run, record, tell).follow(target)
 

@@ -145,7 +145,7 @@ class JournalSource(ReadOnlySource):
             goal = self._journal.last(target.table)
 
         def follow(
-            spark: SparkSession, run: Run, record: Record, tell: Callable[[StreamProgress], None]
+            spark: SparkSession | None, run: Run, record: Record, tell: Callable[[StreamProgress], None]
         ) -> StreamProgress:
             return self._follow(run, target, goal, tell)
 

@@ -110,16 +110,19 @@ def test_what_a_lost_attempt_has_deposited_is_removed(
     pipeline.provision()
     pipeline.copy()
     pipeline.source(CHANGES[0])
-    fetch = PostgresSink.fetch
 
-    def fail(sink: PostgresSink, epoch: int, name: str, size: int) -> bytearray:
+    def lose(*_: object) -> None:
+        raise StreamFailed("the sink is out of reach", "")
+
+    def fail(*_: object) -> bytearray:
+        failing.setattr(PostgresSink, "discard", lose)
         raise StreamFailed("the task is lost", "")
 
-    monkeypatch.setattr(PostgresSink, "fetch", fail)
-    with pytest.raises(StreamFailed, match="the task is lost"):
-        apply_stream(pipeline.pipeline, pipeline.marker())
+    with monkeypatch.context() as failing:
+        failing.setattr(PostgresSink, "fetch", fail)
+        with pytest.raises(StreamFailed, match="the task is lost"):
+            apply_stream(pipeline.pipeline, pipeline.marker())
     assert 0 < len(deposited) == deposits(pipeline.databases.target)
-    monkeypatch.setattr(PostgresSink, "fetch", fetch)
     apply_stream(pipeline.pipeline, pipeline.marker())
     pipeline.assert_equal()
     assert deposits(pipeline.databases.target) == 0

@@ -43,10 +43,15 @@ _POLL_SECONDS = 1.0
 
 
 def copy_chunks(
-    spark: SparkSession, run: Run, record: Record, chunks: Sequence[Chunk], report: Callable[[SnapshotProgress], None]
+    spark: SparkSession | None,
+    run: Run,
+    record: Record,
+    chunks: Sequence[Chunk],
+    report: Callable[[SnapshotProgress], None],
 ) -> SnapshotProgress:
     """Copy chunks into all sinks that lack them, ``snapshot.parallelism`` at a time.
 
+    :param spark: runs their tasks; without a session, this process copies one chunk after the other.
     :param record: the commit record of all sinks as one.
     :param report: called about once a second.
     :raises CdcError: the first error of a chunk; other chunks may have been committed.
@@ -72,6 +77,8 @@ def copy_chunks(
         # One Spark job a chunk: it begins when a thread is free, and none begins once the run is asked to stop.
         if run.stopping:
             return []
+        if spark is None:
+            return [write_chunk(task)]
         try:
             return spark.sparkContext.parallelize([task], 1).map(write_chunk).collect()
         except (Py4JError, PySparkException) as e:
@@ -83,7 +90,7 @@ def copy_chunks(
 
     with (
         ThreadPoolExecutor(len(run.branches), thread_name_prefix="commit") as committers,
-        ThreadPoolExecutor(pipeline.snapshot.parallelism, thread_name_prefix="chunk") as pool,
+        ThreadPoolExecutor(1 if spark is None else pipeline.snapshot.parallelism, thread_name_prefix="chunk") as pool,
     ):
         submitted = {pool.submit(copy, task): (branch, task) for branch, task in tasks}
         waiting = set(submitted)

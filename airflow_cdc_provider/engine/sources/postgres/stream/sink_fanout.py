@@ -11,8 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-
-from pyspark.sql import DataFrame
+from typing import Any
 
 from airflow_cdc_provider.engine.core.errors import CannotFollow, CdcError
 from airflow_cdc_provider.engine.core.lsn import Lsn
@@ -24,7 +23,7 @@ from airflow_cdc_provider.engine.runs.run import Run
 from airflow_cdc_provider.engine.sources.postgres.provision.gate import Passage, gate
 from airflow_cdc_provider.engine.sources.postgres.reading.reread_requests import take_requests
 from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
-from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import InlineStaging
+from airflow_cdc_provider.engine.sources.postgres.stream.staging import Staging
 from airflow_cdc_provider.engine.sources.postgres.stream.unit_writer import UnitWriter
 
 
@@ -39,7 +38,7 @@ class SinkFanout:
     :ivar batch_seconds: the last of them.
     """
 
-    def __init__(self, run: Run, record: Record, staging: InlineStaging) -> None:
+    def __init__(self, run: Run, record: Record, staging: Staging) -> None:
         self.changes = 0
         self.tables: Counter[str] = Counter()
         self.seconds = 0.0
@@ -91,7 +90,7 @@ class SinkFanout:
         for writer in self._writers:
             writer.halted = True
 
-    def write_batch(self, pieces: DataFrame) -> None:
+    def write_batch(self, pieces: Any) -> None:
         """Carry out pending requests, then write a batch to all sinks, see :meth:`.UnitWriter.write_batch`.
 
         :raises CdcError: when it cannot be written to one of them; the others may have it then.

@@ -119,6 +119,7 @@ class SourceOptions:
         would also make a backlog wait, and would delay a single change until the next multiple of the interval.
         ``None`` for a reader that does not wait, not even for a change.
     :param local: ``None`` when pieces are not staged inline.
+    :param patience: seconds to wait for changes at most, before Spark, or the thread that asks, can end the query.
     """
 
     dsn: str = field(repr=False)
@@ -132,6 +133,7 @@ class SourceOptions:
     epoch: int
     trigger: float | None = None
     local: LocalProcesses | None = None
+    patience: float = _PATIENCE_SECONDS
 
 
 def postgres_cdc(options: SourceOptions) -> type[DataSource]:
@@ -220,7 +222,7 @@ class SlotStreamReader(DataSourceStreamReader):
             self._discard()
         max_bytes = getattr(limit, "max_bytes", options.max_batch_bytes)
         cut = options.trigger is None or reader.await_batch(
-            after, max_bytes, begun=self._advanced, trigger=options.trigger, patience=_PATIENCE_SECONDS
+            after, max_bytes, begun=self._advanced, trigger=options.trigger, patience=options.patience
         )
         end = reader.cut(after, max_bytes) if cut else after
         if end == after and time.monotonic() - self._advanced >= options.heartbeat:

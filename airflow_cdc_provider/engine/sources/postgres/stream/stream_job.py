@@ -1,4 +1,4 @@
-"""The stream job: runs Spark's query over the log, and watches it until it has done what was asked for.
+"""The stream job: runs a query over the log, and watches it until it has done what was asked for.
 
 Spark cuts the stream into batches. The position at which the stream goes on is in the sink's commit record only. So
 each query begins with a new checkpoint, in which Spark keeps the progress of this query.
@@ -11,9 +11,9 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from airflow_cdc_provider.engine.core import errors
@@ -26,7 +26,7 @@ from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, dr
 from airflow_cdc_provider.engine.postgres.lock_holders import naming_holders
 from airflow_cdc_provider.engine.postgres.server_identity import QUERY
 from airflow_cdc_provider.engine.postgres.slots import SlotState, emit_marker, read_slot
-from airflow_cdc_provider.engine.runs.foreach_batch import ForeachBatch
+from airflow_cdc_provider.engine.runs.foreach_batch import ForeachBatch, Query
 from airflow_cdc_provider.engine.runs.progress import StreamProgress
 from airflow_cdc_provider.engine.runs.run import Run
 from airflow_cdc_provider.engine.runs.view_work import ViewWork, keeping_views
@@ -34,6 +34,7 @@ from airflow_cdc_provider.engine.sources.postgres.provision.gate import Passage
 from airflow_cdc_provider.engine.sources.postgres.recorded_slot import RecordedSlot
 from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
 from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import InlineStaging
+from airflow_cdc_provider.engine.sources.postgres.stream.local_query import LocalQuery, LocalStaging
 from airflow_cdc_provider.engine.sources.postgres.stream.sink_fanout import SinkFanout
 from airflow_cdc_provider.engine.sources.postgres.stream.spark_source import (
     LocalProcesses,
@@ -47,24 +48,29 @@ log = logging.getLogger(__name__)
 _ACKNOWLEDGE_SECONDS = 30.0
 _STARTS = 5
 _POLL_SECONDS = 0.05
+_LOCAL_POLL_SECONDS = 0.02
 
 
 class StreamJob:
     """Follows the log until it is asked to stop.
 
+    :param spark: the session of the query; without one the query runs in this process, see :mod:`.local_query`.
     :param report: called after every batch and about once a second.
     """
 
-    def __init__(self, spark: SparkSession, run: Run, record: Record, report: Callable[[StreamProgress], None]) -> None:
+    def __init__(
+        self, spark: SparkSession | None, run: Run, record: Record, report: Callable[[StreamProgress], None]
+    ) -> None:
         self._spark = spark
         self._run = run
         self._pipeline = run.pipeline
         self._report = report
         self._began = record.applied
         self._origin = RecordedSlot.of(record.identity).origin
-        self._staging = InlineStaging()
+        self._staging = InlineStaging() if spark is not None else LocalStaging()
         self._sinks = SinkFanout(run, record, self._staging)
-        self._batches = ForeachBatch(run, self._write_batch, _batch_failure, _query_failure)
+        poll = {} if spark is not None else {"poll": _LOCAL_POLL_SECONDS}
+        self._batches = ForeachBatch(run, self._write_batch, _batch_failure, _query_failure, **poll)
         self._passage: Passage | None = None
         self._passage_before: Passage | None = None
         self._catalog_locked: str | None = None
@@ -77,15 +83,17 @@ class StreamJob:
 
         :raises CdcError: when the stream cannot go on.
         """
-        with (
-            keeping_views(self._run) as views,
-            socket_directory() as directory,
-            self._staging.serving(directory, self._run.lag.idle),
-        ):
+        with keeping_views(self._run) as views, contextlib.ExitStack() as stack:
             self._views = views
-            return self._follow(self._start(directory), target, views)
+            self._sweep()
+            spare_modules()
+            if self._spark is None or not isinstance(self._staging, InlineStaging):
+                return self._follow(self._start_here(), target, views)
+            directory = stack.enter_context(socket_directory())
+            stack.enter_context(self._staging.serving(directory, self._run.lag.idle))
+            return self._follow(self._start(self._spark, directory), target, views)
 
-    def _follow(self, query: StreamingQuery, target: Lsn | None, views: ViewWork) -> StreamProgress:
+    def _follow(self, query: Query, target: Lsn | None, views: ViewWork) -> StreamProgress:
         try:
             with self._batches.watched(query):
                 try:
@@ -103,7 +111,7 @@ class StreamJob:
             raise self._sinks.refusal
         return self._progress()
 
-    def _watch(self, query: StreamingQuery, target: Lsn | None, views: ViewWork) -> None:
+    def _watch(self, query: Query, target: Lsn | None, views: ViewWork) -> None:
         """Watch source and query while batches are applied, until the target is applied and acknowledged."""
         beat = time.monotonic()
         with connected(postgres_settings(self._pipeline).dsn, settings={"synchronous_commit": "local"}) as source:
@@ -165,17 +173,18 @@ class StreamJob:
             self._run.epoch,
         )
 
-    def _start(self, directory: str) -> StreamingQuery:
-        self._sweep()
-        spare_modules()
+    def _start_here(self) -> LocalQuery:
+        return LocalQuery(replace(self._source_options(), trigger=0.0, patience=_LOCAL_POLL_SECONDS), self._batches)
+
+    def _start(self, spark: SparkSession, directory: str) -> StreamingQuery:
         options = replace(
             self._source_options(),
             trigger=self._pipeline.stream.trigger,
-            local=LocalProcesses.of(self._spark, directory),
+            local=LocalProcesses.of(spark, directory),
         )
-        self._spark.dataSource.register(postgres_cdc(options))
+        spark.dataSource.register(postgres_cdc(options))
         for _ in range(_STARTS):
-            pieces = self._spark.readStream.format("postgres_cdc").load()
+            pieces = spark.readStream.format("postgres_cdc").load()
             query = (
                 pieces.writeStream.queryName(f"airflow-cdc {self._pipeline.name}")
                 .foreachBatch(self._batches)
@@ -218,7 +227,7 @@ class StreamJob:
         self._run.lag.observe_slot(passage.slot)
         return passage.slot
 
-    def _await_acknowledgement(self, source: Connection, query: StreamingQuery) -> None:
+    def _await_acknowledgement(self, source: Connection, query: Query) -> None:
         """Wait until the slot is acknowledged up to what is applied, as it is when Spark next asks for an offset."""
         applied, slot = self._sinks.applied, postgres_settings(self._pipeline).slot
         if applied == self._began:
@@ -237,7 +246,7 @@ class StreamJob:
         for branch in self._run.branches:
             branch.sink.discard(self._run.epoch)
 
-    def _write_batch(self, pieces: DataFrame, _: int) -> None:
+    def _write_batch(self, pieces: Any, _: int) -> None:
         if self._passage_before is not None:
             self._sinks.record_source(self._passage_before)
         self._sinks.write_batch(pieces)

@@ -13,10 +13,10 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pyspark.sql import DataFrame
 
 from airflow_cdc_provider.engine.changes.redefinition import has_other_keys, has_unlogged_identity_changes
 from airflow_cdc_provider.engine.changes.schema_change import FormatChange, Refuse, Reread
@@ -31,9 +31,9 @@ from airflow_cdc_provider.engine.sinks.staged import MissingValues, StagedPiece
 from airflow_cdc_provider.engine.sources.postgres.provision.gate import Passage, record_passage
 from airflow_cdc_provider.engine.sources.postgres.reading.reread import read_keys_again, reread_as_defined
 from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
-from airflow_cdc_provider.engine.sources.postgres.stream.inline_staging import InlineStaging
 from airflow_cdc_provider.engine.sources.postgres.stream.pipelined_commit import PipelinedCommit, PipelinedCommits
 from airflow_cdc_provider.engine.sources.postgres.stream.schema_following import SchemaFollower
+from airflow_cdc_provider.engine.sources.postgres.stream.staging import Staging
 from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import StagingTask, Unplaced, open_filters
 from airflow_cdc_provider.engine.sources.postgres.wal.wal_buffer import Position
 
@@ -59,7 +59,7 @@ class UnitWriter(SchemaFollower):
     :ivar tables: the same by table.
     """
 
-    def __init__(self, run: Run, record: Record, staging: InlineStaging) -> None:
+    def __init__(self, run: Run, record: Record, staging: Staging) -> None:
         super().__init__(run, record)
         self.changes = 0
         self.tables: Counter[str] = Counter()
@@ -90,10 +90,10 @@ class UnitWriter(SchemaFollower):
         if news:
             self.record = replace(self.record, identity={**self.record.identity, **news})
 
-    def write_batch(self, pieces: DataFrame, waiting: str | None) -> None:
+    def write_batch(self, pieces: Any, waiting: str | None) -> None:
         """Write a batch to the sink: stage it, follow the schema changes in it, and commit it if it ends a unit.
 
-        :param pieces: rows of :class:`.spark_source.PostgresCdcSource`.
+        :param pieces: the batch as the query hands it over, see :class:`.Staging`.
         :param waiting: what requests wait for.
         :raises CdcError: when it cannot be written; nothing beyond ``applied`` is in the sink then.
         """
@@ -116,7 +116,7 @@ class UnitWriter(SchemaFollower):
             waiting = self._apply_catalog_changes() or waiting
         self._report_waiting(waiting)
 
-    def _write_unit(self, pieces: DataFrame, before: Lsn | None) -> None:
+    def _write_unit(self, pieces: Any, before: Lsn | None) -> None:
         """Write the batch, or those of its transactions whose commit record lies before an LSN.
 
         :raises _RelationChanged: when nothing was committed, as there are changes in another format.
@@ -126,7 +126,7 @@ class UnitWriter(SchemaFollower):
         with self._pipelined_commits.begin(self.applied, watched) if whole else nullcontext() as pipelined:
             self._stage_and_commit(pieces, before, pipelined)
 
-    def _stage_and_commit(self, pieces: DataFrame, before: Lsn | None, pipelined: PipelinedCommit | None) -> None:
+    def _stage_and_commit(self, pieces: Any, before: Lsn | None, pipelined: PipelinedCommit | None) -> None:
         staged = self._stage(pieces, before, pipelined)
         end = Position.from_json(json.loads(staged[0].end)) if before is None else Position(before)
         if end.block:
@@ -183,7 +183,7 @@ class UnitWriter(SchemaFollower):
             return []
         return [target for target in self.record.targets if has_unlogged_identity_changes(target.table)]
 
-    def _stage(self, pieces: DataFrame, before: Lsn | None, pipelined: PipelinedCommit | None) -> list[StagedPiece]:
+    def _stage(self, pieces: Any, before: Lsn | None, pipelined: PipelinedCommit | None) -> list[StagedPiece]:
         task = self._task(self._since, LOG_END if before is None else before)
         messages = self._staging.stage(pieces, task, pipelined.on_staged if pipelined is not None else None)
         if pipelined is not None and not all(isinstance(message, StagedPiece) for message in messages):
@@ -220,7 +220,7 @@ class UnitWriter(SchemaFollower):
         if self._parts:  # they were staged with the old bounds
             raise _torn()
 
-    def _follow_change(self, change: FormatChange, pieces: DataFrame) -> None:
+    def _follow_change(self, change: FormatChange, pieces: Any) -> None:
         """Commit what comes before the first changes in another format, then follow the schema change.
 
         The unit ends at the commit record of their transaction: those before end there or earlier, and the server
