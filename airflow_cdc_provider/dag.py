@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from airflow.providers.standard.operators.empty import EmptyOperator
 from airflow.sdk import DAG, Param, TaskGroup, TriggerRule
 
 from airflow_cdc_provider.assets import view_asset
@@ -16,8 +17,8 @@ from airflow_cdc_provider.engine.core.lsn import format_lsn
 from airflow_cdc_provider.engine.core.stream_end import CAUGHT_UP, FOREVER, Ending
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.hooks.views import views_of
-from airflow_cdc_provider.operators.pipeline import CdcPreflightOperator, CdcProvisionOperator
-from airflow_cdc_provider.operators.snapshot import CdcPlanOperator, CdcSnapshotOperator
+from airflow_cdc_provider.operators.prepare import CdcPrepareOperator
+from airflow_cdc_provider.operators.snapshot import CdcSnapshotOperator
 from airflow_cdc_provider.operators.stream import CdcStreamOperator
 
 if TYPE_CHECKING:
@@ -36,22 +37,27 @@ _SAID_BY_OTHERS: dict[str, Any] = {
 }
 
 _STEPS = """
-* **preflight** checks servers, privileges and tables, and changes nothing.
-* **provision** creates publication and replication slot, or verifies those that exist, and plans the copy.
-* **plan** divides the chunks that are not copied yet into groups; **snapshot** copies each group in a Spark job.
-* **stream** applies the changes until it has caught up, is stopped, or has reached an LSN.
+* **prepare** does three steps in one process, which have rows of their own: **preflight** checks servers, privileges
+  and tables, and changes nothing; **provision** creates publication and replication slot, or verifies those that exist,
+  and plans the copy; **plan** divides the chunks that are not copied yet into groups.
+* **snapshot** copies each group, and **stream** applies the changes until it has caught up, is stopped, or has reached
+  an LSN. Both do little work themselves, and submit a Spark job for more.
 
 Copied chunks are not copied again: a later run only catches up.
 """
 
 
+_ROW = "The task `prepare` has done this step, together with others in one process: see its log."
+
+
 @dataclass(frozen=True)
 class PipelineSteps:
-    """The tasks of a pipeline, one after the other."""
+    """The tasks of a pipeline: ``prepare``, the rows of its three steps, ``snapshot`` and ``stream``."""
 
-    preflight: CdcPreflightOperator
-    provision: CdcProvisionOperator
-    plan: CdcPlanOperator
+    prepare: CdcPrepareOperator
+    preflight: EmptyOperator
+    provision: EmptyOperator
+    plan: EmptyOperator
     snapshot: MappedOperator
     stream: CdcStreamOperator
 
@@ -70,21 +76,24 @@ def pipeline_steps(
     The defaults use the fields of :func:`stream_params`. For the parameters see :class:`CdcTaskGroup`.
     """
     spark = {"pipeline": pipeline, "spark_conn_id": spark_conn_id, "conf": conf}
-    preflight = CdcPreflightOperator(task_id="preflight", pipeline=pipeline)
-    provision = CdcProvisionOperator(task_id="provision", pipeline=pipeline)
-    plan = CdcPlanOperator(task_id="plan", pipeline=pipeline, groups=groups)
+    rows = {step: EmptyOperator(task_id=step, doc_md=_ROW) for step in ("preflight", "provision", "plan")}
+    preflight, provision, plan = rows.values()
+    ids = {step: row.task_id for step, row in rows.items()}
+    prepare = CdcPrepareOperator(task_id="prepare", pipeline=pipeline, groups=groups, steps=ids)
     snapshot = CdcSnapshotOperator.partial(
         task_id="snapshot",
         epoch=f"{{{{ ti.xcom_pull(task_ids='{provision.task_id}')['epoch'] }}}}",
         map_index_template="{{ task.group['label'] }}",
         **({"pool": pool} if pool else {}),
         **spark,
-    ).expand(group=plan.output)
+    ).expand(group=prepare.output)
     # The stream takes its own epoch. Therefore a re-read between two tasks, which also takes one, is waited for and
     # does not fence the stream. If there are no groups, the snapshot is skipped, which must not skip later tasks.
     stream = CdcStreamOperator(task_id="stream", until=until, trigger_rule=TriggerRule.NONE_FAILED, **spark)
-    preflight >> provision >> plan >> snapshot >> stream
-    return PipelineSteps(preflight, provision, plan, snapshot, stream)
+    # The snapshot does not wait for the rows, which become successful only when the scheduler looks again.
+    prepare >> [preflight, provision, plan] >> stream
+    prepare >> snapshot >> stream
+    return PipelineSteps(prepare, preflight, provision, plan, snapshot, stream)
 
 
 class CdcTaskGroup(TaskGroup):
@@ -119,6 +128,7 @@ class CdcTaskGroup(TaskGroup):
             steps = pipeline_steps(
                 pipeline, until=until, groups=groups, spark_conn_id=spark_conn_id, conf=conf, pool=pool
             )
+        self.prepare = steps.prepare
         self.preflight, self.provision, self.plan = steps.preflight, steps.provision, steps.plan
         self.snapshot, self.stream = steps.snapshot, steps.stream
 

@@ -90,12 +90,16 @@ def measure(repeat: int) -> Trigger:
 
 
 class _Scene:
-    def __init__(self, directory: Path, source: PostgresServer, target: PostgresServer) -> None:
+    def __init__(self, directory: Path, source: PostgresServer, target: PostgresServer, metadata: str) -> None:
         self._directory = directory
         self._source, self._target = source, target
         self._dags = directory / "dags"
         self._dags.mkdir()
-        settings = {"AIRFLOW_CONN_SPARK_DEFAULT": json.dumps({"conn_type": "spark", "host": "local[2]"})}
+        settings = {
+            "AIRFLOW_CONN_SPARK_DEFAULT": json.dumps({"conn_type": "spark", "host": "local[2]"}),
+            "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": f"postgresql+psycopg2:{metadata}",
+            "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN_ASYNC": f"postgresql+psycopg:{metadata}",
+        }
         self.airflow = AirflowStack(directory / "airflow", self._dags, settings)
 
     def copy(self, name: str) -> tuple[float, float, dict[str, tuple[float, float]]]:
@@ -165,11 +169,12 @@ def _scene() -> Iterator[_Scene]:
     directory.chmod(0o755)  # servers of root run as another user
     try:
         with ExitStack() as started:
-            source, target = (
+            source, target, metadata = (
                 started.enter_context(PostgresServer.create(directory / name, settings={"fsync": "off"}))
-                for name in ("source", "target")
+                for name in ("source", "target", "metadata")
             )
-            scene = _Scene(directory, source, target)
+            create_database(metadata, "airflow")
+            scene = _Scene(directory, source, target, metadata.dsn("airflow").removeprefix("postgresql:"))
             started.enter_context(scene.airflow)
             yield scene
     finally:

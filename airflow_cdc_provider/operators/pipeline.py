@@ -18,6 +18,9 @@ from airflow_cdc_provider.operators.base import CdcOperator
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
+    from airflow.sdk.types import Logger
+
+    from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 
 _DIFFERENCES_SHOWN = 10
 
@@ -30,23 +33,30 @@ class CdcPreflightOperator(CdcOperator):
 
     def execute(self, context: Context) -> dict[str, Any]:
         """Run the checks and log them; return the findings, or fail with all errors."""
-        from airflow_cdc_provider.engine.commands import findings_dict
-        from airflow_cdc_provider.engine.commands.attention import noting_errors
-        from airflow_cdc_provider.engine.commands.checks import preflight_whole
-        from airflow_cdc_provider.engine.core.findings import combined
-
         with airflow_failures(self.pipeline, "preflight"):
-            pipeline = load_pipeline(self.pipeline).pipeline
-            with noting_errors(pipeline, "preflight"):
-                findings = preflight_whole(pipeline)
-                for finding in findings:
-                    level = logging.INFO if finding.mark == "✓" else logging.WARNING if finding.ok else logging.ERROR
-                    for line in finding.lines():
-                        self.log.log(level, "%s", line)
-                error = combined(findings)
-                if error is not None:
-                    raise error
-        return {"findings": [findings_dict(finding) for finding in findings]}
+            return check(load_pipeline(self.pipeline).pipeline, self.log)
+
+
+def check(pipeline: Pipeline, log: Logger) -> dict[str, Any]:
+    """Run all checks of a pipeline, log and return the findings.
+
+    :raises CdcError: if a check fails; has all errors.
+    """
+    from airflow_cdc_provider.engine.commands import findings_dict
+    from airflow_cdc_provider.engine.commands.attention import noting_errors
+    from airflow_cdc_provider.engine.commands.checks import preflight_whole
+    from airflow_cdc_provider.engine.core.findings import combined
+
+    with noting_errors(pipeline, "preflight"):
+        findings = preflight_whole(pipeline)
+        for finding in findings:
+            level = logging.INFO if finding.mark == "✓" else logging.WARNING if finding.ok else logging.ERROR
+            for line in finding.lines():
+                log.log(level, "%s", line)
+        error = combined(findings)
+        if error is not None:
+            raise error
+    return {"findings": [findings_dict(finding) for finding in findings]}
 
 
 class CdcProvisionOperator(CdcOperator):
@@ -65,18 +75,26 @@ class CdcProvisionOperator(CdcOperator):
 
     def execute(self, context: Context) -> dict[str, Any]:
         """Provision; return epoch, start of the stream, positions of the slot, tables and number of chunks."""
-        from airflow_cdc_provider.engine import commands
-
         with airflow_failures(self.pipeline, "provision"):
-            result = commands.provision(load_pipeline(self.pipeline).pipeline, takeover=self.takeover)
-        self.log.info(
-            "Epoch %s: %s tables in %s chunks, streamed from %s.",
-            result["epoch"],
-            len(result["tables"]),
-            result["chunks"],
-            result["applied_lsn"],
-        )
-        return result
+            return provision(load_pipeline(self.pipeline).pipeline, self.log, takeover=self.takeover)
+
+
+def provision(pipeline: Pipeline, log: Logger, *, takeover: bool = False, checked: bool = False) -> dict[str, Any]:
+    """Provision a pipeline, and log and return what was created or found.
+
+    :param checked: whether the checks of preflight have just passed.
+    """
+    from airflow_cdc_provider.engine import commands
+
+    result = commands.provision(pipeline, takeover=takeover, checked=checked)
+    log.info(
+        "Epoch %s: %s tables in %s chunks, streamed from %s.",
+        result["epoch"],
+        len(result["tables"]),
+        result["chunks"],
+        result["applied_lsn"],
+    )
+    return result
 
 
 class CdcVerifyOperator(CdcOperator):

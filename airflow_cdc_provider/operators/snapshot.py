@@ -13,6 +13,7 @@ from airflow_cdc_provider.operators.spark import CdcSparkOperator
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
+    from airflow.sdk.types import Logger
 
     from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 
@@ -34,22 +35,36 @@ class CdcPlanOperator(CdcOperator):
 
     def execute(self, context: Context) -> list[dict[str, Any]]:
         """Return the groups, each with a ``label`` and its ``chunks``; there are none if all chunks are finished."""
-        from airflow_cdc_provider.engine import commands
-
-        try:
-            groups = int(self.groups)
-        except ValueError:
-            groups = 0
-        if groups < 1:
-            raise failure(f"the argument groups is {self.groups!r}", "Give a whole number from 1 on.", "fail")
+        groups = as_groups(self.groups)
         with airflow_failures(self.pipeline, "plan"):
-            unfinished = commands.unfinished(load_pipeline(self.pipeline).pipeline)
-        self.log.info("%s chunks are not finished.", len(unfinished))
-        return plan_groups(unfinished, groups)
+            return plan(load_pipeline(self.pipeline).pipeline, groups, self.log)
+
+
+def as_groups(value: int | str) -> int:
+    """Parse a number of groups; raise the failure of the task if it is invalid."""
+    try:
+        groups = int(value)
+    except ValueError:
+        groups = 0
+    if groups < 1:
+        raise failure(f"the argument groups is {value!r}", "Give a whole number from 1 on.", "fail")
+    return groups
+
+
+def plan(pipeline: Pipeline, groups: int, log: Logger) -> list[dict[str, Any]]:
+    """Divide the unfinished chunks of a pipeline into groups; chunks that need no Spark are one group."""
+    from airflow_cdc_provider.engine import commands
+    from airflow_cdc_provider.engine.commands.copying import copy_needs_spark
+
+    unfinished = commands.unfinished(pipeline)
+    log.info("%s chunks are not finished.", len(unfinished))
+    return plan_groups(unfinished, groups if unfinished and copy_needs_spark(pipeline) else 1)
 
 
 class CdcSnapshotOperator(CdcSparkOperator):
     """A Spark job that copies the chunks of one group, except those that an earlier try has finished.
+
+    Few rows are copied by the task's own process, see ``spark.min_rows`` and ``spark.min_bytes`` of the pipeline file.
 
     Map it over the result of :class:`CdcPlanOperator`::
 
@@ -85,6 +100,14 @@ class CdcSnapshotOperator(CdcSparkOperator):
     def command_arguments(self) -> list[str]:
         """Return the option for the chunks."""
         return ["--chunks", json.dumps(self.group["chunks"])]
+
+    def work_here(self, pipeline: Pipeline, epoch: int | None) -> dict[str, Any] | None:
+        """Copy the chunks, unless they need Spark."""
+        from airflow_cdc_provider.engine import commands
+        from airflow_cdc_provider.engine.commands.copying import copy_needs_spark
+
+        chunks = [(table, first, last) for table, first, last in self.group["chunks"]]
+        return None if copy_needs_spark(pipeline, chunks) else commands.snapshot(pipeline, epoch=epoch, chunks=chunks)
 
     def stopped_result(self) -> dict[str, Any]:
         """Return the result of a snapshot that was stopped before its first chunk."""

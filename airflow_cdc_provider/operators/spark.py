@@ -13,9 +13,8 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,65 +26,19 @@ from airflow_cdc_provider.hooks.cdc import LoadedPipeline, airflow_failures, fai
 from airflow_cdc_provider.hooks.views import ViewMarks, read_view_marks
 from airflow_cdc_provider.links.spark import SparkUiLink
 from airflow_cdc_provider.operators.base import CdcOperator
+from airflow_cdc_provider.operators.job_handle import FirstAction, Handle, first_action
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
 
     from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
     from airflow_cdc_provider.engine.state.files import State
-    from airflow_cdc_provider.engine.state.submission import Status, Submission
+    from airflow_cdc_provider.engine.state.submission import Submission
 
 _KEY = "spark_job"
 _LOG_LINES = 40
 # Added to the trigger's own deadline, in case the triggerer is down at that time.
 _TRIGGER_GRACE = timedelta(minutes=5)
-
-
-@dataclass(frozen=True)
-class Handle:
-    """The information on its job that a task keeps between tries.
-
-    :param submission: the id of the job's submission.
-    :param fingerprint: hash of the work; needed because the store identifies a mapped task by its index, which may
-        belong to other work later.
-    :param max_tries: ``max_tries`` of the task instance, which changes when it is cleared, but not on a retry.
-    :param failures: number of failed jobs of this work since one of them last committed anything.
-    :param views: the marks of the views before the first job of this work; ``None`` if they have not been read.
-    """
-
-    submission: str
-    fingerprint: str
-    max_tries: int
-    failures: int = 0
-    views: ViewMarks | None = None
-
-    def follows(self, before: Handle | None) -> Handle:
-        """Return this handle with failures and views of the previous one, if that belongs to the same work."""
-        if before is None or (before.fingerprint, before.max_tries) != (self.fingerprint, self.max_tries):
-            return self
-        return replace(self, failures=before.failures, views=before.views)
-
-
-class FirstAction(Enum):
-    """The first action of a try."""
-
-    SUBMIT = "submit"
-    REATTACH = "reattach"
-    RETURN = "return"
-
-
-def first_action(handle: Handle | None, fingerprint: str, max_tries: int, status: Status | None) -> FirstAction:
-    """Decide on the first action of a try.
-
-    :param handle: the handle that an earlier try has stored.
-    :param status: the status of its job; ``None`` if the state does not know it.
-    """
-    from airflow_cdc_provider.engine.state.submission import Status
-
-    if handle is None or (handle.fingerprint, handle.max_tries) != (fingerprint, max_tries):
-        return FirstAction.SUBMIT
-    steps: dict[Status | None, FirstAction] = {Status.RUNNING: FirstAction.REATTACH, Status.DONE: FirstAction.RETURN}
-    return steps.get(status, FirstAction.SUBMIT)
 
 
 class CdcSparkOperator(CdcOperator):
@@ -138,6 +91,14 @@ class CdcSparkOperator(CdcOperator):
         """Return the options of the command, without pipeline and epoch."""
 
     @abstractmethod
+    def work_here(self, pipeline: Pipeline, epoch: int | None) -> dict[str, Any] | None:
+        """Do the work in this process, if it is too little for Spark.
+
+        :param epoch: the epoch of the run; ``None`` to take a new one.
+        :returns: the result of the command; ``None`` if nothing was done because the work needs Spark.
+        """
+
+    @abstractmethod
     def stopped_result(self) -> dict[str, Any]:
         """Return the task's result if the job died after a user had asked it to stop."""
 
@@ -158,7 +119,7 @@ class CdcSparkOperator(CdcOperator):
             known: Any = store.get(_KEY)
             handle = Handle(**known) if known else None
             fingerprint, max_tries = self._fingerprint(loaded), context["ti"].max_tries
-            job = read(state, handle.submission) if handle else None
+            job = read(state, handle.submission) if handle and handle.submission else None
             status = job.status(askers(state, job.id)) if job else None
             step = first_action(handle, fingerprint, max_tries, status)
             if job is not None and step is FirstAction.RETURN:
@@ -170,15 +131,52 @@ class CdcSparkOperator(CdcOperator):
             else:
                 if job is not None:
                     self._make_sure_of_end(state, job)
-                job = self._new_submission(loaded, first=handle is None)
-                hook = self._hook(loaded)
-                handle = Handle(job.id, fingerprint, max_tries).follows(handle)
+                first = handle is None
+                handle = Handle("", fingerprint, max_tries).follows(handle)
                 if self.moves_views and handle.views is None:
                     handle = replace(handle, views=read_view_marks(loaded.pipeline))
                 self._keep(context, handle)
+                result = self._work_here(loaded.pipeline, first)
+                if result is not None:
+                    return self._returned(context, result)
+                job, hook = self._new_submission(loaded, first), self._hook(loaded)
+                self._keep(context, replace(handle, submission=job.id))
                 self._submit(hook, state, job)
             self._job, self.submission = (state, job.id), job.id
             return self._wait(context, state, job.id)
+
+    def _work_here(self, pipeline: Pipeline, first: bool) -> dict[str, Any] | None:
+        """Do the work in this process if it is little; ``None`` if a job has to do it.
+
+        An outage is left to a job, which waits for its end without a worker.
+        """
+        from airflow_cdc_provider.engine.core.errors import CdcError, Fenced, SecondWriter
+        from airflow_cdc_provider.engine.pipeline.restart_strategy import Restart
+        from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, driver_failure
+        from airflow_cdc_provider.engine.runs.run_errors import stop_requested
+        from airflow_cdc_provider.engine.state.files import State
+        from airflow_cdc_provider.engine.state.heartbeat import Owner
+        from airflow_cdc_provider.engine.state.submission import is_finished
+
+        at_once = replace(pipeline, stream=replace(pipeline.stream, restart=Restart(strategy="none")))
+        try:
+            try:
+                result = self.work_here(at_once, self._epoch_of(first))
+            except DRIVER_ERRORS as e:
+                raise driver_failure(e, self.command) from e
+        except (SecondWriter, Fenced):
+            raise
+        except CdcError as e:
+            if e.retry is not Retry.RETRY:
+                raise
+            self.log.warning("%s. A Spark job continues the work, and waits if that is necessary.", e.message)
+            return None
+        if result is None:
+            return None
+        if not is_finished(result) and not stop_requested(State(pipeline.state), Owner.this()):
+            raise AirflowException("The task was asked to end before its work was done.")
+        self.log.info("Done without Spark: %s", result)
+        return result
 
     def execute_complete(self, context: Context, event: dict[str, Any]) -> dict[str, Any]:
         """Return the result of the command, or start the job again, or fail as the job did."""
@@ -300,9 +298,17 @@ class CdcSparkOperator(CdcOperator):
     def _new_submission(self, loaded: LoadedPipeline, first: bool) -> Submission:
         from airflow_cdc_provider.engine.state.submission import Submission
 
-        epoch = ["--epoch", str(self.epoch)] if self.epoch is not None and (first or self.resumes_epoch) else []
+        number = self._epoch_of(first)
+        epoch = [] if number is None else ["--epoch", str(number)]
         common = [self.command, "--pipeline", str(loaded.path), *epoch, "--json"]
         return Submission.new(loaded.pipeline.name, self.part, [*common, *self.command_arguments()])
+
+    def _epoch_of(self, first: bool) -> int | None:
+        """Return the epoch of the run if the work takes place under it.
+
+        :param first: whether this is the first attempt to do the work.
+        """
+        return int(self.epoch) if self.epoch is not None and (first or self.resumes_epoch) else None
 
     def _hook(self, loaded: LoadedPipeline) -> Any:
         from airflow_cdc_provider.hooks.spark_job import SparkJobHook

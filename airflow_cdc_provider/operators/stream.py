@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 class CdcStreamOperator(CdcSparkOperator):
     """A Spark job that applies the source's changes until a given end.
 
+    A short catch-up is done by the task's own process, see ``spark.min_bytes`` of the pipeline file.
+
     With ``forever`` it runs without end and occupies no worker. It ends after ``airflow-cdc stop``, or when the task is
     marked or cleared.
 
@@ -44,6 +46,16 @@ class CdcStreamOperator(CdcSparkOperator):
     def command_arguments(self) -> list[str]:
         """Return the option for the end."""
         return ["--until", str(Ending.parse(self.until))]
+
+    def work_here(self, pipeline: Pipeline, epoch: int | None) -> dict[str, Any] | None:
+        """Apply the changes, unless that needs Spark."""
+        from airflow_cdc_provider.engine import commands
+        from airflow_cdc_provider.engine.commands.following import follow_needs_spark
+
+        ending = Ending.parse(self.until)
+        if follow_needs_spark(pipeline, ending):
+            return None
+        return commands.stream(pipeline, until=str(ending), epoch=epoch)
 
     def stopped_result(self) -> dict[str, Any]:
         """Return the result of a stream that was stopped; its position is unknown."""

@@ -42,7 +42,7 @@ from airflow_cdc_provider.engine.state.submission import (
     read,
     stop,
 )
-from airflow_cdc_provider.operators.spark import FirstAction, Handle, first_action
+from airflow_cdc_provider.operators.job_handle import FirstAction, Handle, first_action
 from airflow_cdc_provider.triggers.job import TIMEOUT, JobMonitor, SparkJobTrigger
 from tests.state.owners import DEAD, FENCED, LOST
 from tests.support.patience import SECONDS

@@ -26,7 +26,7 @@ from airflow_cdc_provider.engine.state.submission import (
     read,
 )
 from airflow_cdc_provider.operators import spark
-from airflow_cdc_provider.operators.spark import FirstAction, first_action
+from airflow_cdc_provider.operators.job_handle import FirstAction, first_action
 from airflow_cdc_provider.operators.stream import CdcStreamOperator
 from airflow_cdc_provider.triggers.job import JobMonitor
 from tests.state.owners import LOST

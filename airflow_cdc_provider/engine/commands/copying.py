@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from airflow_cdc_provider.engine.commands.report import Report, silent
-from airflow_cdc_provider.engine.commands.run_start import reporting_jvm_end, started_run
+from airflow_cdc_provider.engine.commands.run_start import needs_spark, reporting_jvm_end, started_run
 from airflow_cdc_provider.engine.core.chunk_ranges import Range, choose_chunks, part_of
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.workload import Workload
@@ -23,6 +24,18 @@ def unfinished(pipeline: Pipeline) -> list[dict[str, Any]]:
     """Return the chunks that have not been committed, with their bounds for humans."""
     chunks = ((c, c.shown_bounds) for c in existing_record(pipeline).unfinished)
     return [{"table": c.table, "index": c.index, "lower": lower, "upper": upper} for c, (lower, upper) in chunks]
+
+
+def copy_needs_spark(pipeline: Pipeline, chunks: Sequence[Range] | None = None) -> bool:
+    """Return whether :func:`snapshot` starts Spark for the chunks that are not copied yet.
+
+    :param chunks: ranges of the chunks to copy; ``None`` for all.
+    """
+    return needs_spark(pipeline, partial(_estimate, pipeline, chunks))
+
+
+def _estimate(pipeline: Pipeline, chunks: Sequence[Range] | None, record: Record | None) -> Workload | None:
+    return None if record is None else source_of(pipeline).workload(record, choose_chunks(record, chunks))
 
 
 def snapshot(
@@ -42,10 +55,7 @@ def snapshot(
     if not choose_chunks(existing_record(pipeline), chunks):
         with run_part(pipeline, part, epoch, takeover):
             return nothing
-
-    def estimate(record: Record | None) -> Workload | None:
-        return None if record is None else source_of(pipeline).workload(record, choose_chunks(record, chunks))
-
+    estimate = partial(_estimate, pipeline, chunks)
     with started_run(pipeline, part, epoch, takeover, estimate) as (run, record, spark):
         chosen = choose_chunks(record, chunks)
         ours = frozenset(chosen)

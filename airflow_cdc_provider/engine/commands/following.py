@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from airflow_cdc_provider.engine.commands.report import Report, silent
-from airflow_cdc_provider.engine.commands.run_start import reporting_jvm_end, require_copied, started_run
+from airflow_cdc_provider.engine.commands.run_start import (
+    needs_spark,
+    reporting_jvm_end,
+    require_copied,
+    started_run,
+)
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.stream_end import Ending
 from airflow_cdc_provider.engine.core.workload import Workload
@@ -14,6 +20,15 @@ from airflow_cdc_provider.engine.runs.progress import StreamProgress
 from airflow_cdc_provider.engine.runs.restarting import keep_trying
 from airflow_cdc_provider.engine.sources.contract import source_of
 from airflow_cdc_provider.engine.state.heartbeat import STREAM
+
+
+def follow_needs_spark(pipeline: Pipeline, ending: Ending) -> bool:
+    """Return whether :func:`stream` starts Spark to reach an end."""
+    return needs_spark(pipeline, partial(_estimate, pipeline, ending))
+
+
+def _estimate(pipeline: Pipeline, ending: Ending, record: Record | None) -> Workload | None:
+    return None if record is None else source_of(pipeline).workload(record, ending=ending)
 
 
 def stream(
@@ -30,11 +45,7 @@ def stream(
         watermark, is durable in the sink) or ``lsn:X/Y``; see :meth:`.Ending.parse`.
     """
     ending = Ending.parse(until)
-
-    def estimate(record: Record | None) -> Workload | None:
-        return None if record is None else source_of(pipeline).workload(record, ending=ending)
-
-    with started_run(pipeline, STREAM, epoch, takeover, estimate) as (run, record, spark):
+    with started_run(pipeline, STREAM, epoch, takeover, partial(_estimate, pipeline, ending)) as (run, record, spark):
         require_copied(pipeline, record)
         follow, reached = source_of(pipeline).follower(record, ending)
         done = StreamProgress(record.applied)

@@ -20,30 +20,31 @@ from airflow_cdc_provider.engine.state.heartbeat import PROVISION, is_streaming
 from airflow_cdc_provider.engine.state.location import refuse_others
 
 
-def provision(pipeline: Pipeline, takeover: bool = False) -> dict[str, Any]:
+def provision(pipeline: Pipeline, takeover: bool = False, *, checked: bool = False) -> dict[str, Any]:
     """Create or verify publication, slot, target tables, plan and commit record, and take the epoch of a run.
 
     While a stream is alive, only tables that were added to the file are handled: the stream is asked to add them, and
     ``requested`` is the name of the request.
 
     :param takeover: whether to continue even if another run is alive.
+    :param checked: whether all checks have just passed, and need not be repeated.
     """
     with noting_errors(pipeline, PROVISION):
-        return _provision(pipeline, takeover)
+        return _provision(pipeline, takeover, checked)
 
 
-def _provision(pipeline: Pipeline, takeover: bool) -> dict[str, Any]:
+def _provision(pipeline: Pipeline, takeover: bool, checked: bool) -> dict[str, Any]:
     source = source_of(pipeline)
     if not takeover and is_streaming(State(pipeline.state)) and (joining := source.joining()):
         requested = resnapshot(pipeline, tables=joining)["requested"]
         record = existing_record(pipeline)
         return {**_provisioned(record), "requested": requested, **source.facts()}
-    _require_ready(pipeline)
+    _require_ready(pipeline, checked)
     record, facts = source.provision(takeover)
     return {**_provisioned(record), **facts}
 
 
-def _require_ready(pipeline: Pipeline) -> None:
+def _require_ready(pipeline: Pipeline, checked: bool) -> None:
     """Check everything before anything is created.
 
     :raises CdcError: the error of the first check that failed.
@@ -55,7 +56,8 @@ def _require_ready(pipeline: Pipeline) -> None:
             record = existing_record(branch)
             require_kind(branch.source.type, record.identity)
             require_mode(branch, record.identity)
-    require(checks.preflight(pipeline))
+    if not checked:
+        require(checks.preflight(pipeline))
 
 
 def _provisioned(record: Record) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FrameType
 from typing import Any, cast
@@ -31,7 +31,6 @@ from airflow_cdc_provider.engine.core.errors import (
 from airflow_cdc_provider.engine.core.piece_store import PieceStore
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.signals import ending_gracefully
-from airflow_cdc_provider.engine.core.typed_json import as_type
 from airflow_cdc_provider.engine.pipeline.kinds import SourceSettings
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.slot_budget import Budget, BudgetWatch
@@ -42,10 +41,10 @@ from airflow_cdc_provider.engine.runs.metrics import require_client, serving
 from airflow_cdc_provider.engine.runs.rate import Rate
 from airflow_cdc_provider.engine.runs.run_errors import (
     ERROR_FILE,
-    STOP_FILE,
     as_recorded,
     is_of_later_run,
     record_error,
+    stop_requested,
 )
 from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer, require_epoch, take_epoch
 from airflow_cdc_provider.engine.runs.source import attached
@@ -207,7 +206,7 @@ class Run:
             self._ui,
         )
         write_heartbeat(self.state, heartbeat)
-        if asdict(owner) in (self.state.read_sound(STOP_FILE, _owners) or ()):
+        if stop_requested(self.state, owner):
             self._stop.set()
         if self._submission is not None:
             asked = submission.askers(self.state, self._submission)
@@ -355,11 +354,6 @@ def rejoin(run: Run) -> Record:
     if run.part == STREAM:
         run.source.end_readers(partial(run.commit_record.fenced, run.epoch))
     return record
-
-
-def _owners(values: dict[str, Any]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = as_type(values["owners"], list[dict[str, Any]], "owners")
-    return found
 
 
 @contextmanager

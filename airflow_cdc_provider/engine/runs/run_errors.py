@@ -16,6 +16,7 @@ from airflow_cdc_provider.engine.state.announcement import announcements
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.heartbeat import (
     PROVISION,
+    Owner,
     read_heartbeats,
 )
 from airflow_cdc_provider.engine.state.history import History
@@ -63,6 +64,16 @@ def forget_error(state: State, part: str) -> None:
     error = last_error(state)
     if error is not None and part in (PROVISION, error.get("part")):
         state.remove(ERROR_FILE)
+
+
+def stop_requested(state: State, owner: Owner) -> bool:
+    """Return whether :func:`request_stop` has asked a process that was not submitted."""
+    return asdict(owner) in (state.read_sound(STOP_FILE, _owners) or ())
+
+
+def _owners(values: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = as_type(values["owners"], list[dict[str, Any]], "owners")
+    return found
 
 
 def request_stop(state: State) -> list[str]:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any, TypeAlias, TypeVar
@@ -143,8 +143,12 @@ class Submission:
     @property
     def finished(self) -> bool:
         """Return whether its result shows that its work is done."""
-        result = self.result or {}
-        return bool(result.get("caught_up", result.get("finished") == result.get("chunks")))
+        return is_finished(self.result or {})
+
+
+def is_finished(result: Mapping[str, Any]) -> bool:
+    """Return whether the result of ``snapshot`` or ``stream`` shows that the work is done."""
+    return bool(result.get("caught_up", result.get("finished") == result.get("chunks")))
 
 
 def read(state: State, id_: str) -> Submission | None:
