@@ -28,6 +28,7 @@ def get_provider_info() -> dict[str, object]:
                     "airflow_cdc_provider.operators.approval",
                     "airflow_cdc_provider.operators.drop",
                     "airflow_cdc_provider.operators.pipeline",
+                    "airflow_cdc_provider.operators.prepare",
                     "airflow_cdc_provider.operators.resnapshot",
                     "airflow_cdc_provider.operators.slot_guard",
                     "airflow_cdc_provider.operators.snapshot",

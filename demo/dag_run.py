@@ -44,7 +44,7 @@ class DagRun(ABC, Generic[M]):
         self.screen = screen
         conf = {"pipeline": str(stage.file), "until": "forever", "groups": self.groups}
         self._id = self.airflow.client.trigger(DAG, conf)
-        screen.say(f"Triggered the Dag {DAG}: preflight, provision, plan, snapshot, stream, verify.")
+        screen.say(f"Triggered the Dag {DAG}: prepare, snapshot, stream, verify.")
 
     @property
     @abstractmethod

@@ -30,7 +30,7 @@ class CdcPrepareOperator(CdcOperator):
 
     template_fields: Sequence[str] = (*CdcOperator.template_fields, "groups")
 
-    def __init__(self, *, groups: int | str = 1, steps: Mapping[str, str] | None = None, **kwargs: Any) -> None:
+    def __init__(self, *, groups: int | str = 2, steps: Mapping[str, str] | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.groups = groups
         self.steps = steps or {}

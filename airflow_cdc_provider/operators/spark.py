@@ -135,7 +135,8 @@ class CdcSparkOperator(CdcOperator):
                 handle = Handle("", fingerprint, max_tries).follows(handle)
                 if self.moves_views and handle.views is None:
                     handle = replace(handle, views=read_view_marks(loaded.pipeline))
-                self._keep(context, handle)
+                if handle.views:  # a next try must not lose them
+                    self._keep(context, handle)
                 result = self._work_here(loaded.pipeline, first)
                 if result is not None:
                     return self._returned(context, result)

@@ -64,9 +64,10 @@ def test_the_steps_follow_each_other(dag: DAG) -> None:
     edges = {task.task_id: sorted(task.downstream_task_ids) for task in dag.tasks}
 
     assert edges == {
-        "preflight": ["provision"],
-        "provision": ["plan"],
-        "plan": ["snapshot"],
+        "prepare": ["plan", "preflight", "provision", "snapshot"],
+        "preflight": ["stream"],
+        "provision": ["stream"],
+        "plan": ["stream"],
         "snapshot": ["slot_progress", "stream"],
         "stream": ["verify"],
         "slot_progress": [],

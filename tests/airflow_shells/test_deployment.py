@@ -222,7 +222,7 @@ def test_kubernetes_is_given_a_driver_that_knows_its_job_and_no_password(
     [
         ("local[2]", "cluster", {}, r"has deploy-mode cluster on local\[2\]"),
         ("yarn", "batch", {}, "has deploy-mode 'batch'"),
-        ("spark://m:7077", "cluster", {"spark.authenticate.secret": "x"}, "spark.authenticate.secret as well"),
+        ("spark://m:7077", "cluster", {"spark.authenticate.secret": "x"}, "including spark.authenticate.secret"),
     ],
 )
 def test_what_cannot_be_had_is_refused(

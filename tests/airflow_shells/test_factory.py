@@ -47,8 +47,8 @@ def test_three_lines_make_a_dag(tmp_path: Path) -> None:
     assert dag.tags == {"cdc", "cdc:shop"}
     assert "* `sales.*`" in (dag.doc_md or "")
     assert (dag.max_active_runs, dag.catchup, dag.fileloc) == (1, False, str(tmp_path / "shop.py"))
-    assert [task.task_id for task in dag.tasks] == ["preflight", "provision", "plan", "snapshot", "stream"]
-    assert {task.task_id: sorted(task.downstream_task_ids) for task in dag.tasks}["plan"] == ["snapshot"]
+    assert [task.task_id for task in dag.tasks] == ["preflight", "provision", "plan", "prepare", "snapshot", "stream"]
+    assert {task.task_id: sorted(task.downstream_task_ids) for task in dag.tasks}["snapshot"] == ["stream"]
     assert dag.task_group.get_task_group_dict().keys() == {None}  # Airflow would show them collapsed
     dag.params.validate()
     DagSerialization.from_dict(DagSerialization.to_dict(dag))
@@ -125,7 +125,7 @@ def test_a_dag_may_have_several_groups() -> None:
         crm = CdcTaskGroup("crm", pipeline="/crm.yaml", until="0/16B3748", conf={"spark.executor.cores": "2"})
         shop >> crm
 
-    assert dag.get_task("shop.stream").downstream_task_ids == {"crm.preflight"}
+    assert dag.get_task("shop.stream").downstream_task_ids == {"crm.prepare"}
     stream = vars(dag.get_task("crm.stream"))
     snapshot = dag.get_task("crm.snapshot").partial_kwargs
     assert snapshot["epoch"] == "{{ ti.xcom_pull(task_ids='crm.provision')['epoch'] }}"

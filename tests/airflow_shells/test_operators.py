@@ -165,7 +165,8 @@ def test_provision_returns_what_the_engine_returned(commands: Commands, pipeline
     result = {"epoch": 7, "applied_lsn": "0/1", "tables": ["public.orders"], "chunks": 3, "restart_lsn": "0/0"}
     seen: list[object] = []
 
-    def provision(pipeline: Pipeline, takeover: bool) -> dict[str, object]:
+    def provision(pipeline: Pipeline, takeover: bool, checked: bool) -> dict[str, object]:
+        assert not checked
         seen.append((pipeline.name, takeover))
         return result
 
@@ -203,6 +204,8 @@ def test_a_wrong_pipeline_file_is_not_retried(tmp_path: Path) -> None:
 def test_plan_takes_a_rendered_number(commands: Commands, pipeline: str) -> None:
     chunks = [{"table": "public.orders", "index": i, "lower": "", "upper": ""} for i in range(3)]
     commands(unfinished=lambda p: chunks)
+    with Path(pipeline).open("a") as file:
+        file.write("spark: {min_bytes: 0}\n")
 
     assert len(CdcPlanOperator(task_id="t", pipeline=pipeline, groups="2").execute({})) == 2
     with pytest.raises(AirflowFailException, match="argument groups is 'many'"):

@@ -11,6 +11,7 @@ import pytest
 
 from airflow_cdc_provider.engine.core.errors import ExitCode
 from tests.conftest import Databases
+from tests.support.databases import transaction
 from tests.support.pipelines import COMMAND, Outcome, PipelineUnderTest
 
 BOUNDS = {"min_rows": 1000, "min_bytes": "1MiB"}
@@ -86,6 +87,13 @@ def test_a_long_log_or_no_end_needs_spark(made: PipelineUnderTest) -> None:
     made.change(spark={"min_bytes": "64MiB"})
     assert_done(run(made, "stream", "--until", "caught-up"))
     made.assert_equal()
+
+
+def test_a_locked_table_is_left_to_spark(made: PipelineUnderTest) -> None:
+    """Its size cannot be asked for; a job may wait longer."""
+    assert_done(run(made, "provision"))
+    with transaction(made.databases.source, "LOCK TABLE t IN ACCESS EXCLUSIVE MODE"):
+        assert_needs_spark(run(made, "snapshot"))
 
 
 @pytest.mark.parametrize("bound", ["min_rows", "min_bytes"])

@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from psycopg2.errors import LockNotAvailable
+
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import (
     CdcError,
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from airflow_cdc_provider.engine.sources.postgres.reading.rereads import PostgresRereads
 
 _RELEASE_SECONDS = 5.0
+_SIZE_LOCK_TIMEOUT = "1s"
 _ANY: tuple[type[Exception], ...] = (CdcError, *DRIVER_ERRORS)
 _SYSTEM = "SELECT (SELECT system_identifier FROM pg_catalog.pg_control_system())::text, pg_catalog.current_database()"
 
@@ -251,11 +254,14 @@ class PostgresSource:
     def workload(
         self, record: Record | None, chunks: Sequence[Chunk] = (), ending: Ending | None = None
     ) -> Workload | None:
-        """See :meth:`.Source.workload`."""
-        with connected(self.settings.dsn) as source:
-            if record is None:
-                return size_of_tables(source, resolve(source, self.settings.tables))
-            copied = size_of_chunks(source, record, chunks)
+        """See :meth:`.Source.workload`; a table that is locked has no known size."""
+        with connected(self.settings.dsn, settings={"lock_timeout": _SIZE_LOCK_TIMEOUT}) as source:
+            try:
+                if record is None:
+                    return size_of_tables(source, resolve(source, self.settings.tables))
+                copied = size_of_chunks(source, record, chunks)
+            except LockNotAvailable:
+                return None
             if ending is None:
                 return copied
             flushed = slots.flushed(source)
