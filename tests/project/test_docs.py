@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from airflow_cdc_provider import operators, sensors
-from airflow_cdc_provider.engine.commands import cli, dispatch
+from airflow_cdc_provider.engine.commands import arguments, dispatch
 from airflow_cdc_provider.engine.core import errors
 from airflow_cdc_provider.engine.pipeline.kinds import SinkSettings
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
@@ -144,6 +144,8 @@ def test_the_reference_names_every_key_and_its_default() -> None:
 
 
 def shown_commands() -> Iterator[tuple[str, str]]:
+    for example in arguments.EXAMPLES.values():
+        yield "--help", f"airflow-cdc {example}"
     for document, text in blocks("sh"):
         for line in text.replace("\\\n", " ").splitlines():
             if line.strip().startswith(("airflow-cdc ", ".venv/bin/airflow-cdc ")):
@@ -158,15 +160,18 @@ def shown_commands() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize(("document", "command"), sorted(set(shown_commands())))
 def test_commands_parse(document: str, command: str) -> None:
-    options = cli._parser().parse_args(shlex.split(command, comments=True)[1:])
+    options = arguments.parser().parse_args(shlex.split(command, comments=True)[1:])
     assert options.command in command
 
 
 def test_the_reference_names_every_command_and_option() -> None:
     text = read(ROOT / "docs" / "reference.md")
-    for command in dispatch._HANDLERS:
+    commands = [name for group in arguments.GROUPS.values() for name in group]
+    assert set(commands) == {"init", *dispatch._HANDLERS} == arguments.EXAMPLES.keys()
+    for command in commands:
         assert f"| `{command}` |" in text
-    for option in ("--pipeline", "--json", "--takeover", "--no-spark", "--chunks", "--epoch", "--until", "--table",
+    for option in ("--pipeline", "--json", "--source-conn-id", "--sink-conn-id", "--mode", "--state",
+                   "--takeover", "--no-spark", "--chunks", "--epoch", "--until", "--table",
                    "--where", "--all", "--yes"):  # fmt: skip
         assert re.search(rf"\| `{option}\b", text), option
 
