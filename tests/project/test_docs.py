@@ -173,7 +173,7 @@ def test_the_reference_names_every_command_and_option() -> None:
     for option in ("--pipeline", "--json", "--source-conn-id", "--sink-conn-id", "--mode", "--state",
                    "--takeover", "--no-spark", "--chunks", "--epoch", "--until", "--table",
                    "--where", "--all", "--yes"):  # fmt: skip
-        assert re.search(rf"\| `{option}\b", text), option
+        assert re.search(rf"(\| |, )`{option}\b", text), option
 
 
 def airflow_classes(package: ModuleType, pattern: str) -> set[type]:
