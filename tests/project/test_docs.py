@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import inspect
 import pkgutil
 import re
@@ -254,6 +255,29 @@ def test_links_lead_somewhere(document: Path) -> None:
 def test_prose_is_wrapped(document: Path) -> None:
     prose = _BLOCK.sub("", read(document)).splitlines()
     assert [line for line in prose if len(line) > 120 and not line.lstrip().startswith("|")] == []
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    docs = ROOT / "docs"
+    index = re.findall(r"^:::\{toctree\}\n(?::.*\n)+\n((?:\S+\n)+):::$", read(docs / "index.md"), re.MULTILINE)
+    named = [name for entries in index for name in entries.split()]
+    pages = {str(path.relative_to(docs).with_suffix("")) for path in [*docs.rglob("*.md"), *docs.rglob("*.rst")]}
+    assert sorted(named) == sorted(pages - {"index"})
+
+
+def test_the_api_of_the_site_names_modules() -> None:
+    named = re.findall(r"^\.\. autoapimodule:: (\S+)$", read(ROOT / "docs" / "api.rst"), re.MULTILINE)
+    assert named
+    assert [name for name in named if not (ROOT / f"{name.replace('.', '/')}.py").exists()] == []
+
+
+def test_the_generator_of_the_site_is_pinned() -> None:
+    extras = configparser.ConfigParser()
+    extras.read(ROOT / "setup.cfg")
+    wanted = re.findall(r"^([\w-]+)>=", extras["options.extras_require"]["docs"], re.MULTILINE)
+    lock = read(ROOT / "docs" / "requirements.lock")
+    assert wanted
+    assert [name for name in wanted if f"\n{name}==" not in lock] == []
 
 
 def test_the_readme_shows_the_end_of_the_demo() -> None:
