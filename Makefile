@@ -167,6 +167,19 @@ torture: $(INSTALLED) java ## stress a pipeline with random failures: SECONDS=n 
 bench: $(if $(CASE),$(INSTALLED) java,all-test-tools peers) ## run all benchmarks and write docs/benchmarks.md, which takes hours; CASE=latency for one case, RUN=streams for a part
 	$(BIN)/python -m $(if $(CASE),benchmarks $(CASE) $(if $(SECONDS),--seconds $(SECONDS)),benchmarks.suite $(RUN))
 
+# The generator has its own environment: it parses the package, and needs none of its dependencies.
+DOCS := .cache/docs
+
+$(DOCS)/.installed: docs/requirements.lock
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet -r docs/requirements.lock
+	@touch $@
+
+.PHONY: docs
+docs: $(DOCS)/.installed ## build the documentation as a site in build/docs; a broken link fails
+	$(DOCS)/bin/sphinx-build --fail-on-warning --keep-going --quiet -E -c docs/site -b html docs build/docs
+	@echo "Open build/docs/index.html."
+
 .PHONY: clean
 clean: ## remove caches and build output, but not .venv
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache spark-warehouse metastore_db derby.log

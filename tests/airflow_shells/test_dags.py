@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +35,21 @@ def test_every_dag_loads_and_can_be_stored() -> None:
         assert dag.doc_md
         assert dag.tags
         DagSerialization.from_dict(DagSerialization.to_dict(dag))
+
+
+def test_the_example_of_many_pipelines_has_a_dag_for_each_file(tmp_path: Path) -> None:
+    shop = (ROOT / "docs" / "examples" / "shop.yaml").read_text(encoding="utf-8")
+    for name in ("shop", "stock"):
+        (tmp_path / f"{name}.yaml").write_text(shop.replace("pipeline: shop", f"pipeline: {name}"), encoding="utf-8")
+    example = (ROOT / "docs" / "examples" / "pipelines_dag.py").read_text(encoding="utf-8")
+    (tmp_path / "pipelines_dag.py").write_text(
+        example.replace("/opt/airflow/pipelines", str(tmp_path)), encoding="utf-8"
+    )
+
+    bag = DagBag(str(tmp_path))
+
+    assert bag.import_errors == {}
+    assert sorted(bag.dags) == ["cdc_shop", "cdc_stock"]
 
 
 def test_reading_the_dags_loads_nothing_heavy() -> None:

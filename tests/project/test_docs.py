@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import inspect
 import pkgutil
 import re
@@ -16,7 +17,7 @@ import pytest
 import yaml
 
 from airflow_cdc_provider import operators, sensors
-from airflow_cdc_provider.engine.commands import cli, dispatch
+from airflow_cdc_provider.engine.commands import arguments, dispatch
 from airflow_cdc_provider.engine.core import errors
 from airflow_cdc_provider.engine.pipeline.kinds import SinkSettings
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
@@ -144,6 +145,8 @@ def test_the_reference_names_every_key_and_its_default() -> None:
 
 
 def shown_commands() -> Iterator[tuple[str, str]]:
+    for example in arguments.EXAMPLES.values():
+        yield "--help", f"airflow-cdc {example}"
     for document, text in blocks("sh"):
         for line in text.replace("\\\n", " ").splitlines():
             if line.strip().startswith(("airflow-cdc ", ".venv/bin/airflow-cdc ")):
@@ -158,17 +161,20 @@ def shown_commands() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize(("document", "command"), sorted(set(shown_commands())))
 def test_commands_parse(document: str, command: str) -> None:
-    options = cli._parser().parse_args(shlex.split(command, comments=True)[1:])
+    options = arguments.parser().parse_args(shlex.split(command, comments=True)[1:])
     assert options.command in command
 
 
 def test_the_reference_names_every_command_and_option() -> None:
     text = read(ROOT / "docs" / "reference.md")
-    for command in dispatch._HANDLERS:
+    commands = [name for group in arguments.GROUPS.values() for name in group]
+    assert set(commands) == {"init", *dispatch._HANDLERS} == arguments.EXAMPLES.keys()
+    for command in commands:
         assert f"| `{command}` |" in text
-    for option in ("--pipeline", "--json", "--takeover", "--no-spark", "--chunks", "--epoch", "--until", "--table",
+    for option in ("--pipeline", "--json", "--source-conn-id", "--sink-conn-id", "--mode", "--state",
+                   "--takeover", "--no-spark", "--chunks", "--epoch", "--until", "--table",
                    "--where", "--all", "--yes"):  # fmt: skip
-        assert re.search(rf"\| `{option}\b", text), option
+        assert re.search(rf"(\| |, )`{option}\b", text), option
 
 
 def airflow_classes(package: ModuleType, pattern: str) -> set[type]:
@@ -249,6 +255,29 @@ def test_links_lead_somewhere(document: Path) -> None:
 def test_prose_is_wrapped(document: Path) -> None:
     prose = _BLOCK.sub("", read(document)).splitlines()
     assert [line for line in prose if len(line) > 120 and not line.lstrip().startswith("|")] == []
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    docs = ROOT / "docs"
+    index = re.findall(r"^:::\{toctree\}\n(?::.*\n)+\n((?:\S+\n)+):::$", read(docs / "index.md"), re.MULTILINE)
+    named = [name for entries in index for name in entries.split()]
+    pages = {str(path.relative_to(docs).with_suffix("")) for path in [*docs.rglob("*.md"), *docs.rglob("*.rst")]}
+    assert sorted(named) == sorted(pages - {"index"})
+
+
+def test_the_api_of_the_site_names_modules() -> None:
+    named = re.findall(r"^\.\. autoapimodule:: (\S+)$", read(ROOT / "docs" / "api.rst"), re.MULTILINE)
+    assert named
+    assert [name for name in named if not (ROOT / f"{name.replace('.', '/')}.py").exists()] == []
+
+
+def test_the_generator_of_the_site_is_pinned() -> None:
+    extras = configparser.ConfigParser()
+    extras.read(ROOT / "setup.cfg")
+    wanted = re.findall(r"^([\w-]+)>=", extras["options.extras_require"]["docs"], re.MULTILINE)
+    lock = read(ROOT / "docs" / "requirements.lock")
+    assert wanted
+    assert [name for name in wanted if f"\n{name}==" not in lock] == []
 
 
 def test_the_readme_shows_the_end_of_the_demo() -> None:

@@ -1,8 +1,9 @@
 """The commands of a pipeline, one function for each, for the command line and for Airflow.
 
-Each function takes a pipeline, is idempotent, returns plain JSON values and raises :class:`.CdcError`. ``run``,
-``snapshot`` and ``stream`` start Spark; others do so if the source or a sink needs it. Importing this package imports
-none of their modules, so that a process that only waits for a pipeline does not load the modules for copying it.
+Each function takes a pipeline, is idempotent, returns plain JSON values and raises :class:`.CdcError`; only ``init``
+takes a file that does not exist yet. ``run``, ``snapshot`` and ``stream`` start Spark; others do so if the source or a
+sink needs it. Importing this package imports none of their modules, so that a process that only waits for a pipeline
+does not load the modules for copying it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from airflow_cdc_provider.engine.core.signals import deferred
 if TYPE_CHECKING:
     from airflow_cdc_provider.engine.commands.comparing import verify
     from airflow_cdc_provider.engine.commands.copying import snapshot, unfinished
+    from airflow_cdc_provider.engine.commands.drafting import init
     from airflow_cdc_provider.engine.commands.explaining import explain
     from airflow_cdc_provider.engine.commands.following import stream
     from airflow_cdc_provider.engine.commands.lifecycle import (
@@ -38,6 +40,7 @@ _HOMES = {
     "drop_views": "lifecycle",
     "explain": "explaining",
     "findings_dict": "lifecycle",
+    "init": "drafting",
     "maintain": "lifecycle",
     "preflight": "lifecycle",
     "provision": "provisioning",
@@ -59,6 +62,7 @@ __all__ = [
     "drop_views",
     "explain",
     "findings_dict",
+    "init",
     "maintain",
     "preflight",
     "provision",

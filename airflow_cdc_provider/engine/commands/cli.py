@@ -15,12 +15,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from airflow_cdc_provider import __version__
+from airflow_cdc_provider.engine.commands.arguments import parser
 from airflow_cdc_provider.engine.commands.view_output import explanation_text, view_results_text, view_states_text
 from airflow_cdc_provider.engine.core import signals
-from airflow_cdc_provider.engine.core.chunk_ranges import Range, parse_chunks
-from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError, ExitCode, Interrupted, values_hidden
-from airflow_cdc_provider.engine.core.section_values import as_seconds
+from airflow_cdc_provider.engine.core.errors import CdcError, ExitCode, Interrupted, values_hidden
 from airflow_cdc_provider.engine.core.signals import SignalCame
 from airflow_cdc_provider.engine.core.text_output import human_bytes, text_table
 
@@ -40,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with signals.listening(give_up):
         try:
             signals.arm()
-            options = _parser().parse_args(arguments)
+            options = parser().parse_args(arguments)
             command |= {"name": options.command, "json": options.json}
             outcome = _outcome(options)
         except (SignalCame, KeyboardInterrupt) as e:
@@ -133,90 +131,6 @@ def _progress_line(command: str, progress: dict[str, Any]) -> str:
     if command == "stream":
         return f"stream applied {progress['applied_lsn']}, {progress['changes']:,} changes"
     return f"{command} {progress['table']} {progress['done']}/{progress['total']}"
-
-
-def _chunks(text: str) -> tuple[Range, ...]:
-    try:
-        return parse_chunks(text)
-    except ConfigError as e:
-        raise argparse.ArgumentTypeError(f"{e.message}. {e.solution}") from e
-
-
-def _duration(text: str) -> float:
-    try:
-        return as_seconds(text)
-    except ValueError as e:
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid. Give {e}.") from e
-
-
-def _offsets(text: str) -> tuple[int, int]:
-    first, _, last = text.partition("-")
-    if not (first.isascii() and first.isdigit() and (last or first).isascii() and (last or first).isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid. Give an offset, or the first and the last: 5-9.")
-    return int(first), int(last or first)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="airflow-cdc", description="Change data capture from Postgres on Spark.")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    def command(name: str, text: str, *, writes: bool = True) -> argparse.ArgumentParser:
-        sub = subparsers.add_parser(name, help=text, description=text)
-        sub.add_argument("--pipeline", required=True, metavar="FILE", help="the pipeline file")
-        sub.add_argument("--json", action="store_true", help="print one JSON object")
-        if writes:
-            sub.add_argument("--takeover", action="store_true", help="continue even if another run is alive")
-        return sub
-
-    preflight_ = command("preflight", "Check everything without changing anything.", writes=False)
-    preflight_.add_argument("--no-spark", action="store_true", help="do not start Spark to check its executors")
-    command("provision", "Create or verify publication, slot, plan and commit record.")
-    snapshot = command("snapshot", "Copy chunks until all are finished.")
-    snapshot.add_argument(
-        "--chunks", type=_chunks, metavar="JSON", help='copy only these: [["public.orders", first index, last], ...]'
-    )
-    stream = command("stream", "Follow the log.")
-    stream.add_argument(
-        "--until",
-        default="forever",
-        metavar="forever|caught-up|X/Y",
-        help="continue until stopped (default), until everything committed so far is applied, or until an LSN",
-    )
-    for part in (snapshot, stream):
-        part.add_argument("--epoch", type=int, help="the epoch of the run that this part belongs to")
-    command("run", "Provision, snapshot, stream until caught up.")
-    command("stop", "Ask the running job to end after its current unit.", writes=False)
-    command("status", "Show the state of the pipeline.", writes=False)
-    command("verify", "Compare source and sink.", writes=False)
-    explain = command("explain", "Show what keeps a view equal to its SELECT, and what that costs.", writes=False)
-    explain.add_argument("view", metavar="VIEW", help="the view's name, such as dwd.orders")
-    maintain = command("maintain", "Merge small files of sinks, and remove replaced files.", writes=False)
-    maintain.add_argument(
-        "--retention", type=_duration, metavar="DURATION", help="how long replaced files are kept, such as '8h'"
-    )
-    skip = command("skip", "Skip messages of a topic that stop the pipeline.")
-    skip.add_argument("--topic", required=True, metavar="NAME", help="the topic")
-    skip.add_argument("--partition", required=True, type=int, metavar="N", help="its partition")
-    skip.add_argument(
-        "--offset",
-        required=True,
-        action="append",
-        type=_offsets,
-        metavar="N|FIRST-LAST",
-        help="one message or a range of messages; may be repeated",
-    )
-    drop = command("drop", "Remove slot, publication, state and commit record, but no target tables or views.")
-    drop.add_argument(
-        "--views", action="store_true", help="instead drop the tables of views that the file no longer has"
-    )
-    drop.add_argument("--yes", action="store_true", help="do not ask for confirmation")
-    drop.add_argument("--source-gone", action="store_true", help="continue even if the source cannot be reached")
-    resnapshot = command("resnapshot", "Read tables again.")
-    resnapshot.add_argument("--table", action="append", metavar="SCHEMA.TABLE", help="read this table; may be repeated")
-    resnapshot.add_argument("--all", action="store_true", help="read all tables, with a new slot and publication")
-    resnapshot.add_argument("--where", metavar="SQL", help="read only rows that match on either side")
-    return parser
 
 
 _UNCOPIED: dict[str, Any] = {"chunks": None, "finished": 0, "rows": 0, "seconds": 0.0}
@@ -372,7 +286,15 @@ def _maintain(result: dict[str, Any]) -> str:
     return "\n".join(lines) or "No sink of the pipeline needs maintenance."
 
 
+def _init(result: dict[str, Any]) -> str:
+    tables = [[t["table"], f"{t['rows']:,}", human_bytes(t["bytes"]), ", ".join(t["key"])] for t in result["tables"]]
+    table = text_table(["table", "rows, about", "size", "key"], tables)
+    steps = [f"  {step}" for step in result["next"]]
+    return "\n".join([table, "", f"Wrote {result['file']}. Look through it, then run:", *steps])
+
+
 _HUMAN: dict[str, Callable[[dict[str, Any]], str]] = {
+    "init": _init,
     "run": _run,
     "stream": _stream,
     "resnapshot": _resnapshot,

@@ -31,6 +31,8 @@ def run_command(options: argparse.Namespace, report: commands.Report) -> tuple[E
     :raises CdcError: if it fails.
     """
     check_wanted()
+    if options.command == "init":
+        return ExitCode.DONE, _init(options)
     pipeline = Pipeline.load(options.pipeline)
     if not pipeline.messages.values:
         hide_values()
@@ -52,27 +54,41 @@ def run_command(options: argparse.Namespace, report: commands.Report) -> tuple[E
     return ExitCode.DONE, result
 
 
+def _init(options: argparse.Namespace) -> dict[str, Any]:
+    result, findings = commands.init(
+        options.pipeline,
+        source_conn_id=options.source_conn_id,
+        sink_conn_id=options.sink_conn_id,
+        tables=options.table or (),
+        mode=options.mode,
+        state=options.state,
+    )
+    _print(findings, options)
+    return {**result, "findings": [commands.findings_dict(finding) for finding in findings]}
+
+
 def _preflight(pipeline: Pipeline, options: argparse.Namespace, report: commands.Report) -> dict[str, Any]:
     with noting_errors(pipeline, "preflight"):
         findings = preflight(pipeline)
-        _show(findings, options)
+        _print(findings, options)
+        require(findings)
         if not options.no_spark:
             from airflow_cdc_provider.engine.spark.session import spark_session
 
             with spark_session(pipeline.spark_start, "preflight") as spark:
                 further = preflight_on(pipeline, spark)
-            _show(further, options)
+            _print(further, options)
+            require(further)
             findings += further
     return {"findings": [commands.findings_dict(finding) for finding in findings]}
 
 
-def _show(findings: Sequence[Finding], options: argparse.Namespace) -> None:
-    """Print findings, and raise the first error."""
+def _print(findings: Sequence[Finding], options: argparse.Namespace) -> None:
+    """Print findings for people."""
     if not options.json:
         for finding in findings:
             remedy = f" {finding.error.solution}" if finding.error else ""
             print(f"{finding.mark} {finding.message}{remedy}")
-    require(findings)
 
 
 def _drop(pipeline: Pipeline, options: argparse.Namespace, report: commands.Report) -> dict[str, Any]:

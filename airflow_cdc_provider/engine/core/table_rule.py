@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from airflow_cdc_provider.engine.core.table import quote_identifier
 
 
 @dataclass(frozen=True)
@@ -25,3 +28,8 @@ class TableRule:
         """Read a rule from its fields as JSON values."""
         columns = values["columns"]
         return cls(values["pattern"], None if columns is None else tuple(columns), values["where"])
+
+
+def plain_pattern(schema: str, name: str) -> str:
+    """Return the pattern that matches only this table."""
+    return ".".join(quote_identifier(part) if re.search(r'[.*?["]', part) else part for part in (schema, name))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from airflow_cdc_provider.engine import commands
-from airflow_cdc_provider.engine.commands import cli
+from airflow_cdc_provider.engine.commands.arguments import parser
 from airflow_cdc_provider.engine.core.errors import CdcError, ExitCode
 from airflow_cdc_provider.engine.sources.postgres.provision import provisioning
 from tests.support.pipelines import PipelineUnderTest
@@ -56,7 +56,7 @@ def carry_out(pipeline: PipelineUnderTest, solution: str) -> None:
     """Run the ``resnapshot`` that a solution names, in this process."""
     found = re.search(r"`airflow-cdc (resnapshot [^`]+)`", solution)
     assert found, solution
-    options = cli._parser().parse_args([*shlex.split(found[1]), "--pipeline", str(pipeline.file)])
+    options = parser().parse_args([*shlex.split(found[1]), "--pipeline", str(pipeline.file)])
     if options.all:
         provisioning.start_over(pipeline.pipeline, takeover=False)
         pipeline.copy()

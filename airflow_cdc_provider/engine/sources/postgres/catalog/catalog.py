@@ -7,7 +7,6 @@ are what is published and read, so their replica identity counts.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from psycopg2.extensions import connection as Connection
 
 from airflow_cdc_provider.engine.core.table import Column, quote_identifier
+from airflow_cdc_provider.engine.core.table_rule import plain_pattern
 from airflow_cdc_provider.engine.postgres.connection import rows
 from airflow_cdc_provider.engine.postgres.type_shapes import read_shapes
 
@@ -190,7 +190,7 @@ class CatalogRelation:
     @property
     def pattern(self) -> str:
         """Return the pattern that names it in the pipeline file."""
-        return ".".join(quote_identifier(p) if re.search(r'[.*?["]', p) else p for p in (self.schema, self.name))
+        return plain_pattern(self.schema, self.name)
 
     @property
     def is_system(self) -> bool:

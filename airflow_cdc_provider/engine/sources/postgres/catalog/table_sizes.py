@@ -21,8 +21,13 @@ _SIZES = """
 
 def size_of_tables(connection: Connection, tables: Iterable[Table]) -> Workload:
     """Return the size of all rows of tables; tables that have been dropped count nothing."""
+    return sum(sizes_of_tables(connection, list(tables)), Workload(0, 0))
+
+
+def sizes_of_tables(connection: Connection, tables: Sequence[Table]) -> list[Workload]:
+    """Return the size of each of the tables; those that have been dropped have no rows."""
     sizes = _sizes(connection, [leaf.oid for table in tables for leaf in table.leaves])
-    return sum(sizes.values(), Workload(0, 0))
+    return [sum((sizes[leaf.oid] for leaf in table.leaves if leaf.oid in sizes), Workload(0, 0)) for table in tables]
 
 
 def size_of_chunks(connection: Connection, record: Record, chunks: Sequence[Chunk]) -> Workload:
