@@ -152,7 +152,8 @@ class CdcSensor(BaseSensorOperator):
             kind=self.kind,
             interval=self.poke_interval,
             timeout=self._limit(),
-            end_task=not self.outlets,
+            # Airflow 3.3 calls no success callbacks for a task that ends in the triggerer.
+            end_task=not (self.outlets or self.on_success_callback),
             pipeline=self.pipeline,
             conn_id=self.conn_id,
             slot=self.slot,
