@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from airflow_cdc_provider.engine.state.submission import Submission
 
 _KEY = "spark_job"
-_LOG_LINES = 40
+# Airflow stores and shows a task's log as a whole, while the file may have 10 MiB.
+_LOG_LINES = 1000
 # Added to the trigger's own deadline, in case the triggerer is down at that time.
 _TRIGGER_GRACE = timedelta(minutes=5)
 
@@ -366,7 +367,10 @@ class CdcSparkOperator(CdcOperator):
         return result
 
     def _log_output(self, event: Mapping[str, Any]) -> None:
-        """Write the end of the job's output to the task's log, if the file can be read on this host."""
+        """Write the end of the job's output to the task's log, if the file can be read on this host.
+
+        From there, Airflow takes it to its remote logs.
+        """
         path, keeper = event["log"], event["keeper"]
         if not path:
             return
@@ -377,6 +381,7 @@ class CdcSparkOperator(CdcOperator):
             host = keeper["host"].partition("/")[0] if keeper else "the worker's host"
             self.log.info("The output of the job is in %s on %s.", path, host)
             return
-        self.log.info("The end of the job's output, which is in %s:", path)
+        self.log.info("::group::The end of the job's output, which is in %s", path)
         for line in lines:
             self.log.info("%s", line.rstrip("\n"))
+        self.log.info("::endgroup::")
