@@ -91,7 +91,8 @@ def test_the_examples_load(tmp_path: Path) -> None:
         assert bag.import_errors == {}
         found |= set(bag.dags)
 
-    assert found == {"cdc_shop", "city_report", "orders_report"}
+    alerts = {"shop_lag", "shop_slots", "shop_verify"}
+    assert found == {"cdc_shop", "city_report", "orders_report", *alerts}
 
 
 def test_what_the_caller_says_wins(tmp_path: Path) -> None:
