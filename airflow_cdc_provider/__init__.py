@@ -9,7 +9,7 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from airflow_cdc_provider.assets import table_asset, view_asset
+    from airflow_cdc_provider.assets import applied_lsn, table_asset, view_asset
     from airflow_cdc_provider.dag import CdcTaskGroup, cdc_dag
     from airflow_cdc_provider.retry import CDC_RETRY_POLICY
 
@@ -18,12 +18,13 @@ __version__ = "0.1.0"
 _HOMES = {
     "CDC_RETRY_POLICY": "retry",
     "CdcTaskGroup": "dag",
+    "applied_lsn": "assets",
     "cdc_dag": "dag",
     "table_asset": "assets",
     "view_asset": "assets",
 }
 
-__all__ = ["CDC_RETRY_POLICY", "CdcTaskGroup", "cdc_dag", "table_asset", "view_asset"]
+__all__ = ["CDC_RETRY_POLICY", "CdcTaskGroup", "applied_lsn", "cdc_dag", "table_asset", "view_asset"]
 
 
 def __getattr__(name: str) -> object:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from airflow.providers.standard.operators.empty import EmptyOperator
@@ -103,7 +105,8 @@ class CdcTaskGroup(TaskGroup):
     ``TaskGroup``.
 
     :param group_id: the group's name, and the prefix of its tasks' names.
-    :param pipeline: path of the pipeline file. (templated)
+    :param pipeline: path of the pipeline file; one that is relative and has no template starts at the folder of the
+        calling file. (templated)
     :param until: the end of the stream, see :class:`.CdcStreamOperator`. (templated)
     :param groups: the maximum number of Spark jobs that copy chunks at the same time. (templated)
     :param spark_conn_id: the Spark connection; its master overrides that of the pipeline file.
@@ -124,6 +127,8 @@ class CdcTaskGroup(TaskGroup):
         **kwargs: Any,
     ) -> None:
         super().__init__(group_id=group_id, **kwargs)
+        if "{" not in pipeline:
+            pipeline = _next_to_caller(pipeline)
         with self:
             steps = pipeline_steps(
                 pipeline, until=until, groups=groups, spark_conn_id=spark_conn_id, conf=conf, pool=pool
@@ -148,7 +153,8 @@ def cdc_dag(
 
     The file is read where Dags are parsed, without connections and secrets. Further parameters are those of ``DAG``.
 
-    :param pipeline: path of the pipeline file, for Dag processor and workers.
+    :param pipeline: path of the pipeline file, for Dag processor and workers; a relative one starts at the folder of
+        the calling file, so that a Dag bundle can have both.
     :param schedule: the schedule, for example ``*/5 * * * *`` to catch up every five minutes.
     :param until: the end of the stream; the default of the form's field.
     :param groups: the maximum number of Spark jobs that copy chunks at the same time; the default of the form's field.
@@ -157,6 +163,7 @@ def cdc_dag(
     :param pool: the pool of the snapshot's tasks.
     :raises ConfigError: if the file or ``until`` is invalid; Airflow shows it with the solution as an import error.
     """
+    pipeline = _next_to_caller(pipeline)
     try:
         outline, params = Pipeline.outline(pipeline), stream_params(until, groups)
     except ConfigError as e:
@@ -172,7 +179,7 @@ def cdc_dag(
         "catchup": False,
     }
     with DAG(schedule=schedule, **settings | kwargs) as dag:
-        pipeline_steps(os.fspath(pipeline), spark_conn_id=spark_conn_id, conf=conf, pool=pool)
+        pipeline_steps(pipeline, spark_conn_id=spark_conn_id, conf=conf, pool=pool)
     return dag
 
 
@@ -235,6 +242,14 @@ def stream_params(until: str = CAUGHT_UP, groups: int = 2) -> dict[str, Param]:
             description="The maximum number of Spark jobs that copy chunks at the same time.",
         ),
     }
+
+
+def _next_to_caller(pipeline: str | os.PathLike[str]) -> str:
+    """Return the absolute path of a pipeline file for the caller of the calling function.
+
+    Each process that parses a Dag has the Dag's bundle in its own folder, and none has it as working directory.
+    """
+    return str(Path(sys._getframe(2).f_code.co_filename).absolute().parent / pipeline)
 
 
 def _describe(pipeline: Pipeline) -> str:

@@ -46,6 +46,7 @@ def get_provider_info() -> dict[str, object]:
             {
                 "integration-name": "Postgres CDC",
                 "python-modules": [
+                    "airflow_cdc_provider.triggers.changes",
                     "airflow_cdc_provider.triggers.job",
                     "airflow_cdc_provider.triggers.request",
                     "airflow_cdc_provider.triggers.slots",

@@ -19,7 +19,7 @@ import yaml
 
 from airflow_cdc_provider.engine.core.errors import CdcError, Fenced, Retry, SecondWriter, hide_values
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
-from airflow_cdc_provider.hooks.postgres_cdc import POSTGRES_TYPES, find_connection, postgres_uri, require_type
+from airflow_cdc_provider.hooks.connections import POSTGRES_TYPES, find_connection, postgres_uri, require_type
 from airflow_cdc_provider.remedy import in_airflow
 from airflow_cdc_provider.retry import CdcTaskFailed, CdcTaskRefused
 

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from airflow.sdk import BaseHook
-from airflow.sdk.exceptions import AirflowNotFoundException
+import attrs
+from airflow.providers.common.sql.hooks.sql import DbApiHook
 
-from airflow_cdc_provider.engine.core.errors import CdcError, ConfigError
-from airflow_cdc_provider.engine.core.section_values import connection_uri
+from airflow_cdc_provider.engine.core.errors import CdcError
 from airflow_cdc_provider.engine.sources.postgres.settings import PostgresSourceSettings
+from airflow_cdc_provider.hooks.connections import POSTGRES_TYPES, find_connection, postgres_uri, require_type
 
 if TYPE_CHECKING:
     from airflow.sdk import Connection
 
     from airflow_cdc_provider.engine.core.findings import Finding
 
-POSTGRES_TYPES = ("postgres_cdc", "postgres")
 
-# Fields of the connection itself, and a mode that ordinary sessions must not use.
-_NOT_FROM_EXTRA = {"user", "password", "host", "port", "dbname", "replication"}
-
-
-class PostgresCdcHook(BaseHook):
-    """A Postgres server that changes are captured from, or copied into.
+class PostgresCdcHook(DbApiHook):
+    """A Postgres server that changes are captured from, or copied into; operators for SQL can use it, too.
 
     :param postgres_cdc_conn_id: a connection of type ``postgres_cdc`` or ``postgres``.
     """
@@ -34,25 +27,30 @@ class PostgresCdcHook(BaseHook):
     default_conn_name = "postgres_cdc_default"
     conn_type = "postgres_cdc"
     hook_name = "Postgres CDC"
+    supports_autocommit = True
+    supports_executemany = True
 
-    def __init__(self, postgres_cdc_conn_id: str = default_conn_name, logger_name: str | None = None) -> None:
-        super().__init__(logger_name=logger_name)
-        self.postgres_cdc_conn_id = postgres_cdc_conn_id
+    postgres_cdc_conn_id: str
+    schema: str | None = None
+    """A database instead of the connection's; operators for SQL set it to their ``database``."""
 
     def get_uri(self) -> str:
         """Return the connection as a libpq URI.
 
         :raises ConfigError: if the connection does not exist, or has another type.
         """
-        return postgres_uri(self._connection())
+        return postgres_uri(self._server())
 
     def get_conn(self) -> Any:
-        """Open an autocommit connection with the session settings of the engine."""
-        from airflow_cdc_provider.engine.postgres.connection import connect
+        """Open a connection of psycopg2 with the settings of the role, as statements of users expect it.
 
-        return connect(self.get_uri(), settings={"lock_timeout": "0"}, writes=True)
+        The engine's own sessions have other settings, among them an empty ``search_path``.
+        """
+        import psycopg2
 
-    def test_connection(self) -> tuple[bool, str]:
+        return psycopg2.connect(self.get_uri())
+
+    def test_connection(self) -> tuple[bool, str]:  # type: ignore[override]
         """Check whether the server can be used as the extra field ``use`` states, without changing anything.
 
         ``use`` is ``source`` or ``target``; for a source, the extra fields ``slot`` and ``publication`` name the slot
@@ -61,16 +59,16 @@ class PostgresCdcHook(BaseHook):
         :returns: whether all checks passed, and one sentence for each check, failures first.
         """
         try:
-            findings = _check(self._connection())
+            findings = _check(self._server())
         except CdcError as e:
             return False, f"{sentence(e.message)} {e.solution}"
         by_weight = sorted(findings, key=lambda finding: (finding.ok, not finding.warning))
         return all(finding.ok for finding in findings), " ".join(map(_in_sentences, by_weight))
 
-    def _connection(self) -> Connection:
+    def _server(self) -> Connection:
         connection = find_connection(self.postgres_cdc_conn_id)
         require_type(connection, POSTGRES_TYPES)
-        return connection
+        return attrs.evolve(connection, schema=self.schema) if self.schema else connection
 
 
 def _check(connection: Connection) -> list[Finding]:
@@ -82,72 +80,6 @@ def _check(connection: Connection) -> list[Finding]:
         return target.check_server(postgres_uri(connection))
     slot, publication = (extra.get(name) or "" for name in ("slot", "publication"))
     return check_server(PostgresSourceSettings(postgres_uri(connection), (), slot, publication))
-
-
-def require_type(connection: Connection, types: Sequence[str], wanted_by: str = "") -> None:
-    """Refuse a connection that has the wrong type.
-
-    :param types: the accepted types, the recommended one first.
-    :param wanted_by: the key or parameter that names the connection, for the message.
-    :raises ConfigError: if it has another type.
-    """
-    if connection.conn_type in types:
-        return
-    named = f", named by {wanted_by}," if wanted_by else ""
-    why = (
-        "Airflow's command line stores `generic` for a type that no installed package provides. "
-        if connection.conn_type == "generic"
-        else ""
-    )
-    uri = f"{types[0].replace('_', '-')}://user:password@host/database"
-    raise ConfigError(
-        f"the Airflow connection {connection.conn_id!r}{named} is of type {connection.conn_type!r},"
-        f" not {' or '.join(types)}",
-        f"{why}Choose another type in Admin > Connections, or run `airflow connections delete {connection.conn_id}`"
-        f" and `airflow connections add {connection.conn_id} --conn-uri {uri}`.",
-    )
-
-
-def find_connection(conn_id: str, wanted_by: str = "") -> Connection:
-    """Return a connection of Airflow.
-
-    :param wanted_by: the key or parameter that names the connection, for the message.
-    :raises ConfigError: if it does not exist.
-    """
-    try:
-        return BaseHook.get_connection(conn_id)
-    except AirflowNotFoundException as e:
-        named = f", named by {wanted_by}," if wanted_by else ""
-        raise ConfigError(
-            f"the Airflow connection {conn_id!r}{named} does not exist",
-            f"Add it in Admin > Connections, with `airflow connections add {conn_id} ...`, "
-            f"or as the variable AIRFLOW_CONN_{conn_id.upper()}.",
-        ) from e
-
-
-def postgres_uri(connection: Connection) -> str:
-    """Return a libpq URI without the extras for Airflow's own hooks, which libpq would refuse."""
-    from psycopg.pq import Conninfo
-
-    known = {option.keyword.decode() for option in Conninfo.get_defaults()} - _NOT_FROM_EXTRA
-    extra = {
-        key: str(value) for key, value in connection.extra_dejson.items() if key in known and value not in (None, "")
-    }
-    host = connection.host or ""
-    if host.startswith("/"):  # the directory of a Unix socket cannot be the host of a URI
-        host, extra["host"] = "", host
-    return connection_uri(
-        json.dumps(
-            {
-                "login": connection.login,
-                "password": connection.password,
-                "host": host,
-                "port": connection.port,
-                "schema": connection.schema,
-                "extra": extra,
-            }
-        )
-    )
 
 
 def sentence(message: str) -> str:

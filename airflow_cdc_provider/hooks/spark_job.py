@@ -33,9 +33,9 @@ from airflow_cdc_provider.engine.spark.python_interpreter import python_for_spar
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.submission import STATE_VARIABLE, VARIABLE, Submission, write
 from airflow_cdc_provider.hooks.cdc import LoadedPipeline
+from airflow_cdc_provider.hooks.connections import find_connection
 from airflow_cdc_provider.hooks.deployment import LAUNCHER, Deployment
 from airflow_cdc_provider.hooks.keeper import Assignment, start_keeper
-from airflow_cdc_provider.hooks.postgres_cdc import find_connection
 
 PACKAGE = Path(airflow_cdc_provider.__file__).parent
 ENGINE_JOB = PACKAGE / "engine" / "job.py"

@@ -11,7 +11,6 @@ from airflow.sdk.exceptions import AirflowFailException
 
 from airflow_cdc_provider.engine.core.lsn import format_lsn
 from airflow_cdc_provider.hooks.cdc import airflow_failures, failure
-from airflow_cdc_provider.hooks.postgres_cdc import PostgresCdcHook
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -79,6 +78,7 @@ class CdcSlotGuardOperator(BaseOperator):
         from airflow_cdc_provider.engine.postgres.driver_errors import driver_failure
         from airflow_cdc_provider.engine.postgres.slot_health import Limits, break_circuit, inspect, read_holders
         from airflow_cdc_provider.engine.postgres.slots import read_slots
+        from airflow_cdc_provider.hooks.postgres_cdc import PostgresCdcHook
 
         with airflow_failures():
             limits = Limits(

@@ -80,7 +80,8 @@ class CdcSnapshotOperator(CdcSparkOperator):
     :param epoch: the epoch that ``provision`` returned. (templated)
     :param spark_conn_id: the Spark connection; its master overrides that of the pipeline file.
     :param conf: Spark configuration that overrides the pipeline's ``spark.conf``. (templated)
-    :param deferrable: whether to wait in the triggerer; otherwise the task occupies a worker slot while it waits.
+    :param deferrable: whether to wait in the triggerer, see :func:`.default_deferrable`; otherwise the task occupies a
+        worker slot while it waits.
     """
 
     template_fields: Sequence[str] = (*CdcSparkOperator.template_fields, "group")

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from airflow.sdk import NEVER_EXPIRE  # type: ignore[attr-defined]
 from airflow.sdk.exceptions import AirflowException, AirflowTaskTimeout
 
+from airflow_cdc_provider.deferral import container_ends_with_task, default_deferrable
 from airflow_cdc_provider.engine.core.errors import Retry
 from airflow_cdc_provider.hooks.cdc import LoadedPipeline, airflow_failures, failure, load_pipeline
 from airflow_cdc_provider.hooks.views import ViewMarks, read_view_marks
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
     from airflow_cdc_provider.engine.state.submission import Submission
 
 _KEY = "spark_job"
-_LOG_LINES = 40
+# Airflow stores and shows a task's log as a whole, while the file may have 10 MiB.
+_LOG_LINES = 1000
 # Added to the trigger's own deadline, in case the triggerer is down at that time.
 _TRIGGER_GRACE = timedelta(minutes=5)
 
@@ -48,7 +50,8 @@ class CdcSparkOperator(CdcOperator):
     :param epoch: the epoch that ``provision`` returned. (templated)
     :param spark_conn_id: the Spark connection; its master overrides that of the pipeline file.
     :param conf: Spark configuration that overrides the pipeline's ``spark.conf``. (templated)
-    :param deferrable: whether to wait in the triggerer; otherwise the task occupies a worker slot while it waits.
+    :param deferrable: whether to wait in the triggerer, see :func:`.default_deferrable`; otherwise the task occupies a
+        worker slot while it waits.
     """
 
     template_fields: Sequence[str] = (*CdcOperator.template_fields, "epoch", "conf")
@@ -67,14 +70,14 @@ class CdcSparkOperator(CdcOperator):
         epoch: int | str | None = None,
         spark_conn_id: str = "spark_default",
         conf: Mapping[str, str] | None = None,
-        deferrable: bool = True,
+        deferrable: bool | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.epoch = epoch
         self.spark_conn_id = spark_conn_id
         self.conf = conf
-        self.deferrable = deferrable
+        self.deferrable = default_deferrable() if deferrable is None else deferrable
         self.submission: str | None = None
         self.application: str | None = None
         self._job: tuple[State, str] | None = None
@@ -273,7 +276,7 @@ class CdcSparkOperator(CdcOperator):
 
         if self._killed:  # possibly before the job was known
             ask_to_stop(state, submission, Asker.AIRFLOW)
-        elif self.deferrable:
+        elif self.deferrable and not self._would_end(state, submission):
             limit, deadline = self.execution_timeout, self._deadline
             if limit and deadline is None:
                 deadline = time.time() + limit.total_seconds()
@@ -286,6 +289,19 @@ class CdcSparkOperator(CdcOperator):
         while (event := watch.look()) is None:
             time.sleep(POLL_SECONDS)
         return self._concluded(context, event)
+
+    def _would_end(self, state: State, submission: str) -> bool:
+        """Return whether the job would end if the task deferred, and report that."""
+        from airflow_cdc_provider.engine.state.submission import read
+
+        job = read(state, submission)
+        if job is None or job.cluster or not container_ends_with_task():
+            return False
+        self.log.info(
+            "The task does not defer, because its executor would then end its container, and the Spark job with it."
+            " In cluster mode, the job runs elsewhere, and the task defers."
+        )
+        return True
 
     def _make_sure_of_end(self, state: State, job: Submission) -> None:
         """End the previous job of a task that was killed or cleared, or that has other work now."""
@@ -352,7 +368,10 @@ class CdcSparkOperator(CdcOperator):
         return result
 
     def _log_output(self, event: Mapping[str, Any]) -> None:
-        """Write the end of the job's output to the task's log, if the file can be read on this host."""
+        """Write the end of the job's output to the task's log, if the file can be read on this host.
+
+        From there, Airflow takes it to its remote logs.
+        """
         path, keeper = event["log"], event["keeper"]
         if not path:
             return
@@ -363,6 +382,7 @@ class CdcSparkOperator(CdcOperator):
             host = keeper["host"].partition("/")[0] if keeper else "the worker's host"
             self.log.info("The output of the job is in %s on %s.", path, host)
             return
-        self.log.info("The end of the job's output, which is in %s:", path)
+        self.log.info("::group::The end of the job's output, which is in %s", path)
         for line in lines:
             self.log.info("%s", line.rstrip("\n"))
+        self.log.info("::endgroup::")

@@ -14,6 +14,7 @@ from airflow.sdk import BaseSensorOperator, XComArg
 from airflow.sdk.exceptions import AirflowFailException, AirflowSensorTimeout, AirflowSkipException
 from airflow.triggers.base import StartTriggerArgs
 
+from airflow_cdc_provider.deferral import default_deferrable
 from airflow_cdc_provider.engine.core.lsn import LOG_START, Lsn
 from airflow_cdc_provider.hooks.cdc import airflow_failures
 from airflow_cdc_provider.triggers.slots import ExpectationTrigger, timeout_margin
@@ -44,7 +45,8 @@ class CdcSensor(BaseSensorOperator):
     :param pipeline: path of a pipeline file, whose slot is watched. (templated)
     :param conn_id: a connection of type ``postgres_cdc`` or ``postgres``. (templated)
     :param slot: the slot's name, with ``conn_id``. (templated)
-    :param deferrable: whether to wait in the triggerer; otherwise on a worker, according to ``mode``.
+    :param deferrable: whether to wait in the triggerer, see :func:`.default_deferrable`; otherwise on a worker,
+        according to ``mode``.
     """
 
     template_fields: Sequence[str] = ("pipeline", "conn_id", "slot")
@@ -65,7 +67,7 @@ class CdcSensor(BaseSensorOperator):
         pipeline: str | None = None,
         conn_id: str | None = None,
         slot: str | None = None,
-        deferrable: bool = True,
+        deferrable: bool | None = None,
         mode: str = "reschedule",
         poke_interval: timedelta | float = 10,
         **kwargs: Any,
@@ -76,13 +78,13 @@ class CdcSensor(BaseSensorOperator):
         self.pipeline = pipeline
         self.conn_id = conn_id
         self.slot = slot
-        self.deferrable = deferrable
+        self.deferrable = default_deferrable() if deferrable is None else deferrable
         self._arguments = tuple(arguments)
         for name, value in arguments.items():
             setattr(self, name, value)
         self._first_poke: Lsn | None = None
         trigger_kwargs = self._trigger().serialize()[1]
-        if deferrable and not any(map(_needs_worker, trigger_kwargs.values())):
+        if self.deferrable and not any(map(_needs_worker, trigger_kwargs.values())):
             self.start_from_trigger = True
             self.start_trigger_args = dataclasses.replace(
                 self.start_trigger_args, trigger_kwargs=trigger_kwargs, timeout=self._airflow_timeout()
@@ -152,7 +154,8 @@ class CdcSensor(BaseSensorOperator):
             kind=self.kind,
             interval=self.poke_interval,
             timeout=self._limit(),
-            end_task=not self.outlets,
+            # Airflow 3.3 calls no success callbacks for a task that ends in the triggerer.
+            end_task=not (self.outlets or self.on_success_callback),
             pipeline=self.pipeline,
             conn_id=self.conn_id,
             slot=self.slot,

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
 from airflow_cdc_provider.hooks.cdc import load_pipeline
 from airflow_cdc_provider.hooks.metrics import SlotMetrics
-from airflow_cdc_provider.hooks.postgres_cdc import PostgresCdcHook
 
 if TYPE_CHECKING:
     from airflow_cdc_provider.engine.core.record import Record
@@ -36,6 +35,8 @@ class WatchedSlot:
         :raises ConfigError: if the file is invalid, or a connection does not exist.
         """
         if pipeline is None:
+            from airflow_cdc_provider.hooks.postgres_cdc import PostgresCdcHook
+
             return cls(str(slot), PostgresCdcHook(str(conn_id)).get_uri())
         loaded = load_pipeline(pipeline).pipeline
         return cls(postgres_settings(loaded).slot, postgres_settings(loaded).dsn, loaded)

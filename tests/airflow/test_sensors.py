@@ -38,7 +38,8 @@ class Noted(BaseNotifier):
         self.text = text
 
     def notify(self, context):
-        Path(__file__).with_suffix(".noted").write_text(self.text)
+        with Path(__file__).with_suffix(".noted").open("a") as file:
+            print(self.text, file=file)
 
 
 with DAG("watching", schedule=None, params={"slot": SLOT}, default_args={"conn_id": CONN, "poke_interval": 1}):
@@ -53,7 +54,10 @@ with DAG("watching", schedule=None, params={"slot": SLOT}, default_args={"conn_i
             task_id="pulled", slot=SLOT, moved_since="{{ ti.xcom_pull(task_ids='begin')['restart_lsn'] }}"
         ),
         SlotProgressSensor(task_id="moved", slot=SLOT),
-        SlotHealthySensor(task_id="gone", slot="gone", **again),
+        SlotHealthySensor(task_id="healthy", slot=SLOT, on_success_callback=Noted("{{ ti.task_id }}: {{ ti.state }}")),
+        SlotHealthySensor(
+            task_id="gone", slot="gone", on_failure_callback=Noted("{{ ti.task_id }}: {{ exception }}"), **again
+        ),
         SlotRetainedWalSensor(task_id="skipped", slot=SLOT, below=1, timeout=5, soft_fail=True, **again),
         CdcSlotGuardOperator(
             task_id="guard", budget=1, on_findings=Noted("{{ ti.task_id }}: {{ findings }}"), **again
@@ -103,13 +107,15 @@ def test_sensors_wait_without_a_worker(
     for index in (0, 1):
         airflow.await_state("watching", run, "mapped", "success", map_index=index)
     airflow.await_state("watching", run, "gone", "failed")
+    airflow.await_state("watching", run, "healthy", "success")
     airflow.await_state("watching", run, "skipped", "skipped")
     airflow.await_state("watching", run, "guard", "failed")
     for name in ("gone", "guard"):
         assert client.task("watching", run, name)["try_number"] == 1
-    noted = (airflow.dags / "watching.noted").read_text()
-    assert noted.startswith("guard: [{"), noted
-    assert f"slot '{slot}' retains " in noted, noted
+    # Airflow sets the state of a task before its callbacks run.
+    noted = airflow.dags / "watching.noted"
+    for told in ("guard: [{", f"slot '{slot}' retains ", "gone: replication slot 'gone' does not exist", "healthy: "):
+        assert await_condition(lambda told=told: told in noted.read_text(), SECONDS, POLL), noted.read_text()
     reason = client.failures("watching", run)
     assert "replication slot 'gone' does not exist" in reason, reason
     assert "resnapshot --all" in reason
@@ -117,8 +123,8 @@ def test_sensors_wait_without_a_worker(
     assert started["state"] == "deferred"
 
     # Before the sensor has recorded the slot's position, a move would go unnoticed.
-    noted = f"/dags/watching/dagRuns/{run}/taskInstances/moved/xcomEntries/slot_at_first_look"
-    assert await_condition(lambda: client.request("GET", noted).status_code == 200, SECONDS, POLL)
+    seen = f"/dags/watching/dagRuns/{run}/taskInstances/moved/xcomEntries/slot_at_first_look"
+    assert await_condition(lambda: client.request("GET", seen).status_code == 200, SECONDS, POLL)
     move_slot(databases.source, slot)
 
     airflow.await_state("watching", run, "moved", "success")

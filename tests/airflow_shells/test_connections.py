@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import psycopg
+import psycopg2
 import pytest
 
 from tests.support.airflow_support import connection_json, write_pipeline
 
 # isort: split
+from airflow.providers.common.sql.operators.sql import SQLCheckOperator, SQLExecuteQueryOperator
+
 from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.hooks.cdc import load_pipeline
@@ -86,7 +90,26 @@ def test_the_connection_works_as_a_session(monkeypatch: pytest.MonkeyPatch, data
 def as_target(dsn: str) -> str:
     server = urlsplit(dsn)
     given = {"host": server.hostname, "port": server.port, "login": server.username, "schema": server.path[1:]}
-    return connection_json(conn_type="postgres_cdc", **given, extra={"use": "target"})
+    return connection_json(conn_type="postgres_cdc", **given, extra={"use": "target", "sslmode": "prefer"})
+
+
+def test_operators_for_sql_use_the_connection(monkeypatch: pytest.MonkeyPatch, databases: Databases) -> None:
+    monkeypatch.setenv("AIRFLOW_CONN_DW_PG", as_target(databases.target))
+
+    def run(*sql: str, **arguments: Any) -> Any:
+        operator = SQLExecuteQueryOperator(task_id="sql", conn_id="dw_pg", sql=list(sql), **arguments)
+        return operator.execute({})
+
+    # A failed statement rolls back those before it, unless the task commits each of them.
+    statements = "CREATE TABLE paid (id int, v text)", "INSERT INTO paid VALUES (%(id)s, %(v)s)", "SELECT * FROM paid"
+    with pytest.raises(psycopg2.Error, match="division by zero"):
+        run(statements[0], "SELECT 1 / 0")
+    assert run(*statements, parameters={"id": 7, "v": "é"})[-1] == [(7, "é")]
+    with pytest.raises(psycopg2.Error, match="division by zero"):
+        run("DELETE FROM paid", "SELECT 1 / 0", autocommit=True)
+    assert run("SELECT count(*) FROM paid") == [[(0,)]]
+    assert run("SELECT current_database()", database="postgres") == [[("postgres",)]]
+    SQLCheckOperator(task_id="check", conn_id="dw_pg", sql="SELECT count(*) = 0 FROM paid").execute({})
 
 
 def test_a_target_is_tested_as_a_target(monkeypatch: pytest.MonkeyPatch, make_server: ServerMaker) -> None:

@@ -76,6 +76,38 @@ assert not heavy & (set(sys.modules) - before), heavy & set(sys.modules)
     assert done.returncode == 0, done.stderr
 
 
+def test_scheduler_triggerer_and_api_server_need_no_spark() -> None:
+    """Only workers need it; a sink whose record is in Delta Lake needs it in the triggerer, too."""
+    code = f"""
+import sys
+sys.modules["pyspark"] = None  # cannot be imported
+import tests.support.airflow_support
+from importlib import import_module
+from pkgutil import walk_packages
+import airflow_cdc_provider
+for found in walk_packages(airflow_cdc_provider.__path__, "airflow_cdc_provider."):
+    if ".engine." not in found.name:
+        import_module(found.name)
+from airflow.dag_processing.dagbag import DagBag
+assert DagBag({str(ROOT / "dags")!r}).import_errors == {{}}
+from airflow_cdc_provider.engine.commands.wait_conditions import create_condition
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.plugins.cdc import CdcPlugin
+from airflow_cdc_provider.triggers.readers import RecordReader
+assert CdcPlugin().fastapi_apps
+create_condition("lag", {{"below_bytes": "64MiB", "below_seconds": None}})
+unreachable = {{"dsn": "postgresql://u@127.0.0.1:1/d"}}
+document = {{"pipeline": "p", "source": {{**unreachable, "tables": ["a.b"]}}, "sink": unreachable, "state": "file:///s"}}
+try:
+    RecordReader(Pipeline.parse(document)).read()
+except Exception as e:
+    assert type(e).__name__ == "ConnectionFailed", repr(e)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_steps_follow_each_other(dag: DAG) -> None:
     edges = {task.task_id: sorted(task.downstream_task_ids) for task in dag.tasks}
 

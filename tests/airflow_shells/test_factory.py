@@ -54,15 +54,45 @@ def test_three_lines_make_a_dag(tmp_path: Path) -> None:
     DagSerialization.from_dict(DagSerialization.to_dict(dag))
 
 
+def test_a_relative_path_is_one_next_to_the_dag(tmp_path: Path) -> None:
+    """Each version of a Dag bundle has its own folder, from which each process reads Dag and pipeline file."""
+    dag = """
+from airflow.sdk import DAG, Param
+from airflow_cdc_provider import CdcTaskGroup, cdc_dag
+
+own = cdc_dag("pipelines/shop.yaml")
+with DAG("group", params={"file": Param("/x.yaml")}):
+    CdcTaskGroup("near", pipeline="pipelines/shop.yaml")
+    CdcTaskGroup("asked", pipeline="{{ params.file }}")
+"""
+    asked = "{{ params.file }}"
+    for version in ("1", "2"):
+        folder = tmp_path / version
+        (folder / "pipelines").mkdir(parents=True)
+        (folder / "pipelines" / "shop.yaml").write_text(PIPELINE)
+        (folder / "dag.py").write_text(dag)
+        bag = DagBag(str(folder))
+
+        assert bag.import_errors == {}
+        file = str(folder / "pipelines" / "shop.yaml")
+        for dag_id, group, path in (("cdc_shop", "", file), ("group", "near.", file), ("group", "asked.", asked)):
+            tasks = [task for task in bag.dags[dag_id].tasks if task.task_id.startswith(group)]
+            given = [task.partial_kwargs if task.is_mapped else vars(task) for task in tasks]
+            assert {values["pipeline"] for values in given if "pipeline" in values} == {path}
+
+
 def test_the_examples_load(tmp_path: Path) -> None:
     examples = ROOT / "docs" / "examples"
+    found = set()
     for path in examples.glob("*_dag.py"):
-        (tmp_path / path.name).write_text(path.read_text().replace("/opt/airflow/pipelines", str(examples)))
+        file = tmp_path / path.name
+        file.write_text(path.read_text().replace("/opt/airflow/pipelines", str(examples)))
+        bag = DagBag(str(file))
+        assert bag.import_errors == {}
+        found |= set(bag.dags)
 
-    bag = DagBag(str(tmp_path))
-
-    assert bag.import_errors == {}
-    assert set(bag.dags) == {"cdc_shop", "city_report", "orders_report"}
+    alerts = {"shop_lag", "shop_slots", "shop_verify"}
+    assert found == {"cdc_shop", "city_report", "orders_report", *alerts}
 
 
 def test_what_the_caller_says_wins(tmp_path: Path) -> None:

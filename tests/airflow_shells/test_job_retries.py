@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,12 +49,13 @@ class Airflow:
         self.max_tries = retries
         self.try_number = 1
         self.deadlines: list[float | None] = []
+        self.cluster = False
 
     def start(self, hook: SparkJobHook, job: Submission) -> None:
         """Simulate a job from its start to its end."""
         self.begun += 1
         kind = self.script.pop(0)
-        write(self.state, job)
+        write(self.state, replace(job, cluster=self.cluster))
         progress = {"applied_lsn": "0/10", "progressed": kind == "c"}
         write_heartbeat(self.state, Heartbeat(Owner.this(), "stream", self.begun, time.time(), True, progress, job.id))
         error = GateClosed("the slot is gone", "Look.") if kind == "!" else StreamFailed("the host is gone", "Wait.")
@@ -158,3 +160,17 @@ def test_the_time_of_a_try_is_not_made_longer(task: Any) -> None:
     airflow.run()
     assert len(airflow.deadlines) == 8
     assert len(set(airflow.deadlines)) == RETRIES + 1  # one for each try of Airflow
+
+
+@pytest.mark.parametrize("variable", ["AIRFLOW_IS_K8S_EXECUTOR_POD", "AIRFLOW_IS_EXECUTOR_CONTAINER"])
+def test_a_task_whose_container_would_end_the_job_does_not_defer(
+    task: Any, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "True")
+    airflow = task("--", retries=0)
+    airflow.run()
+    assert (airflow.begun, airflow.deadlines) == (1, [])
+
+    airflow.cluster, airflow.values = True, {}
+    airflow.run()
+    assert (airflow.begun, airflow.deadlines) == (2, [None])

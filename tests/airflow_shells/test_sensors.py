@@ -19,6 +19,7 @@ from tests.support.airflow_support import write_pipeline
 
 # isort: split
 from airflow.sdk import DAG, Asset
+from airflow.sdk.configuration import conf
 from airflow.sdk.exceptions import AirflowFailException, AirflowSensorTimeout, AirflowSkipException, TaskDeferred
 
 from airflow_cdc_provider.engine.commands.wait_conditions import Seen, create_condition
@@ -28,6 +29,7 @@ from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.postgres.slots import Slots, SlotState, read_slots
+from airflow_cdc_provider.operators.stream import CdcStreamOperator
 from airflow_cdc_provider.sensors.base import CdcSensor
 from airflow_cdc_provider.sensors.pipeline import CdcLagSensor, SnapshotFinishedSensor
 from airflow_cdc_provider.sensors.slot import SlotHealthySensor, SlotProgressSensor, SlotRetainedWalSensor
@@ -342,8 +344,33 @@ def test_what_only_a_worker_can_do_starts_or_ends_there() -> None:
     assert not since.start_from_trigger
     assert SlotProgressSensor(task_id="t", pipeline="{{ params.pipeline }}", moved_since="0/1").start_from_trigger
     assert not SlotHealthySensor(task_id="t", pipeline="p", deferrable=False).start_from_trigger
-    updating = SlotHealthySensor(task_id="t", pipeline="p", outlets=[Asset("a")])
-    assert updating.start_trigger_args.trigger_kwargs["end_task"] is False
+    for given in ({"outlets": [Asset("a")]}, {"on_success_callback": print}):
+        sensor = SlotHealthySensor(task_id="t", pipeline="p", **given)
+        assert sensor.start_trigger_args.trigger_kwargs["end_task"] is False
+
+
+@pytest.mark.parametrize("kind", [SlotHealthySensor, CdcStreamOperator])
+def test_only_a_value_in_the_environment_is_the_default_of_deferrable(
+    kind: type[SlotHealthySensor | CdcStreamOperator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deferrable(**given: bool) -> bool:
+        task = kind(task_id="t", pipeline="p", **given)
+        if isinstance(task, SlotHealthySensor):
+            assert task.start_from_trigger is task.deferrable
+        return task.deferrable
+
+    monkeypatch.delenv("AIRFLOW__OPERATORS__DEFAULT_DEFERRABLE", raising=False)
+    conf.set("operators", "default_deferrable", "false")  # as in the file that Airflow creates
+    try:
+        assert deferrable()
+    finally:
+        conf.remove_option("operators", "default_deferrable", remove_default=False)
+    monkeypatch.setenv("AIRFLOW__OPERATORS__DEFAULT_DEFERRABLE", "True")
+    assert deferrable()
+    assert not deferrable(deferrable=False)
+    monkeypatch.setenv("AIRFLOW__OPERATORS__DEFAULT_DEFERRABLE", "False")
+    assert not deferrable()
+    assert deferrable(deferrable=True)
 
 
 @pytest.mark.parametrize("never_fail", [False, True])

@@ -21,7 +21,7 @@ from airflow.triggers.base import TriggerEvent
 from airflow_cdc_provider.hooks import metrics
 from airflow_cdc_provider.triggers.watcher import SlotProgressTrigger
 from tests.conftest import Databases
-from tests.support.watching import again, expectation, first, make_slot, move_slot, run
+from tests.support.watching import Store, again, expectation, first, make_slot, move_slot, run
 
 pytestmark = pytest.mark.airflow
 
@@ -32,16 +32,6 @@ def slot(databases: Databases, monkeypatch: pytest.MonkeyPatch) -> str:
     name = f"slot_{os.getpid()}"
     make_slot(databases.source, name)
     return name
-
-
-class Store(dict[str, Any]):
-    """The state of an asset."""
-
-    async def aget(self, key: str) -> Any:
-        return self.get(key)
-
-    async def aset(self, key: str, value: Any) -> None:
-        self[key] = value
 
 
 def test_each_move_is_told_once_also_over_a_restart_of_the_triggerer(databases: Databases, slot: str) -> None:

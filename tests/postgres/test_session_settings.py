@@ -14,7 +14,7 @@ import pytest
 from psycopg import pq
 
 from airflow_cdc_provider.engine.core.errors import CdcError, ConnectionFailed, LoginRefused, Retry, UnsafeSession
-from airflow_cdc_provider.engine.postgres.connection import connected, connection_failure, rows
+from airflow_cdc_provider.engine.postgres.connection import connect, connected, connection_failure, rows
 from airflow_cdc_provider.engine.postgres.replication import execute, open_replication
 from airflow_cdc_provider.engine.postgres.session_settings import REQUIRED
 from airflow_cdc_provider.engine.sources.postgres.reading.read_sessions import ArrowSession, CopySession
@@ -93,10 +93,12 @@ def test_what_decides_values_is_not_overridden(databases: Databases, asked: Way,
     assert asked(dsn, _VALUES) == _AS_TEXT
 
 
-def test_the_hook_has_the_settings(databases: Databases, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_of_a_connection_of_airflow_have_the_settings(
+    databases: Databases, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tasks and the triggerer open their sessions with Airflow's connection."""
     monkeypatch.setenv("AIRFLOW_CONN_SHOP", databases.pipeline_source + "?client_encoding=LATIN1")
-    connection = PostgresCdcHook("shop").get_conn()
+    connection = connect(PostgresCdcHook("shop").get_uri())
     assert rows(connection, _SHOWN) == [tuple(REQUIRED.values())]
     connection.close()
 

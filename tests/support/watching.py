@@ -13,6 +13,16 @@ from airflow_cdc_provider.triggers.slots import ExpectationTrigger
 from tests.support.patience import SECONDS
 
 
+class Store(dict[str, Any]):
+    """The state of an asset in Airflow."""
+
+    async def aget(self, key: str) -> Any:
+        return self.get(key)
+
+    async def aset(self, key: str, value: Any) -> None:
+        self[key] = value
+
+
 def again(trigger: BaseTrigger) -> Any:
     """Return the trigger that a triggerer would restore from its stored form."""
     path, kwargs = trigger.serialize()
