@@ -29,6 +29,7 @@ from benchmarks import (
     startup,
     sustained,
     throughput,
+    trigger,
     views,
 )
 from benchmarks.report import Finding, Series, WrongResult, as_json, as_text, describe_machine
@@ -71,6 +72,9 @@ CASES = {
     sustained.SUSTAINED: Case(_sustained, "highest rate that a stream follows for minutes, and its cost"),
     scaling.SCALING: Case(_scaling, "cost of a change with more executors, tables and backlogs"),
     startup.STARTUP: Case(lambda options, _: startup.measure(options.repeat), "time until the first change is applied"),
+    trigger.TRIGGER: Case(
+        lambda options, _: trigger.measure(options.repeat), "time from the trigger in Airflow to rows and to the end"
+    ),
     parsing.PARSING: Case(lambda options, _: parsing.measure(options.repeat), "CPU time of the Dag processor"),
     kafka.KAFKA: Case(
         lambda options, _: kafka.measure(options.rows, options.repeat), "pipelines with topics at either end"

@@ -25,6 +25,7 @@ from benchmarks.scaling import SCALING
 from benchmarks.soak import SOAK
 from benchmarks.startup import STARTUP
 from benchmarks.sustained import SUSTAINED
+from benchmarks.trigger import TRIGGER
 from benchmarks.views import VIEWS
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -183,6 +184,17 @@ def _startup(found: Mapping[str, Any]) -> str:
     return _table(["time to the first applied change", "seconds (min-max)"], body)
 
 
+def _trigger(found: Mapping[str, Any]) -> str:
+    names = {
+        "rows": "first row of a small pipeline",
+        "success": "end of that run",
+        "nothing": "end of a run with nothing to do",
+        "live": "first change of a stream without end, since its task began",
+    }
+    body = [[text, _spread(found[kind], 2)] for kind, text in names.items()]
+    return _table(["time from the trigger", "seconds (min-max)"], body)
+
+
 def _views(found: Mapping[str, Any]) -> str:
     cases = _table(["case", "changes/s (min-max)"], [[name, _spread(each)] for name, each in found["cases"].items()])
     single = _table(
@@ -250,6 +262,7 @@ TABLES: Mapping[str, Callable[[Any], str]] = {
     SUSTAINED: _sustained,
     SCALING: _scaling,
     STARTUP: _startup,
+    TRIGGER: _trigger,
     VIEWS: _views,
     JOINS: _joins,
     SOAK: _soak,

@@ -35,6 +35,7 @@ RUNS = {
     "sustained": "sustained --repeat 1",
     "scaling": "scaling",
     "startup": "startup",
+    "trigger": "trigger --repeat 5",
     "views": "views --rows 1000000",
     "joins": "joins --rows 1000000",
     "parsing": "parsing --repeat 5",

@@ -1,7 +1,7 @@
 """Measures runs of a small pipeline in a real Airflow: from the trigger to the first rows and to the end of the run.
 
-A run that copies has a new pipeline with a few small tables. A run without work follows one that has copied. The stream
-case starts from the command line and ends when the first change is applied, see :mod:`.startup`.
+A run that copies has a new pipeline with a few small tables. A run without work follows one that has copied. A run
+whose stream has no end submits a Spark job, and is stopped once the job has applied a change that was waiting.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from typing import Any, ClassVar
 import psycopg
 import yaml
 
+from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.text_output import text_table
-from benchmarks.lab import create_database
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from benchmarks.lab import create_database, execute
 from benchmarks.report import check, spread
 from local_servers.airflow import AirflowStack
 from local_servers.airflow_client import FINAL_STATES
@@ -36,17 +39,19 @@ _POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Trigger:
-    """Seconds of each repeat, from the trigger.
+    """Seconds of each repeat, from the trigger unless otherwise stated.
 
     :param rows: until the first row is in the target.
     :param success: until a run that copies has ended.
     :param nothing: until a run that finds nothing new has ended.
+    :param live: from the start of the task of a stream without end until its job has applied the first change.
     :param tasks: for the last run of both kinds, the seconds at which each task began and ended.
     """
 
     rows: tuple[float, ...]
     success: tuple[float, ...]
     nothing: tuple[float, ...]
+    live: tuple[float, ...]
     tasks: dict[str, dict[str, tuple[float, float]]]
 
     name: ClassVar[str] = TRIGGER
@@ -81,10 +86,12 @@ def measure(repeat: int) -> Trigger:
         scene.copy("warmup")
         copied = [scene.copy(f"p{n}") for n in range(repeat)]
         nothing = [scene.run("cdc_warmup") for _ in range(repeat)]
+        live = tuple(scene.stream("warmup", -number) for number in range(1, repeat + 1))
         return Trigger(
             tuple(rows for rows, _, _ in copied),
             tuple(success for _, success, _ in copied),
             tuple(success for success, _ in nothing),
+            live,
             {"copy": copied[-1][2], "nothing": nothing[-1][1]},
         )
 
@@ -144,6 +151,25 @@ class _Scene:
         """Trigger a run; return the seconds until its end, and those of its tasks."""
         began = time.time()
         return self._ended(dag_id, self.airflow.client.trigger(dag_id), began)
+
+    def stream(self, name: str, row: int) -> float:
+        """Run a stream without end until it has applied a new row; return the seconds since its task began."""
+        dag_id, client = f"cdc_{name}", self.airflow.client
+        pipeline = Pipeline.load(self._directory / f"{name}.yaml")
+        execute(self._source.dsn(name), f"INSERT INTO t0 VALUES ({row}, 'x')")
+        began = time.time()
+        run_id = client.trigger(dag_id, {"until": "forever"})
+        with psycopg.connect(self._target.dsn(name), autocommit=True) as target:
+            query = "SELECT FROM public.t0 WHERE id = %s"
+            applied = await_condition(
+                lambda: target.execute(query, [row]).rowcount == 1, SECONDS, interval=_POLL_SECONDS
+            )
+        check(True, applied, "the first change applied")
+        seconds = time.time() - began
+        asked = await_condition(lambda: bool(commands.stop(pipeline)["asked"]), SECONDS)
+        check(True, asked, "the stream asked to stop")
+        _, tasks = self._ended(dag_id, run_id, began)
+        return round(seconds - tasks["stream"][0], 2)
 
     def _ended(self, dag_id: str, run_id: str, began: float) -> tuple[float, dict[str, tuple[float, float]]]:
         client, deadline = self.airflow.client, time.monotonic() + SECONDS
