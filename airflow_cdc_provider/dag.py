@@ -78,13 +78,15 @@ def pipeline_steps(
     The defaults use the fields of :func:`stream_params`. For the parameters see :class:`CdcTaskGroup`.
     """
     spark = {"pipeline": pipeline, "spark_conn_id": spark_conn_id, "conf": conf}
-    rows = {step: EmptyOperator(task_id=step, doc_md=_ROW) for step in ("preflight", "provision", "plan")}
+    # Without callbacks, inlets and outlets, also of `default_args`, Airflow needs no process for them.
+    plain: dict[str, Any] = {"on_execute_callback": None, "on_success_callback": None, "inlets": [], "outlets": []}
+    rows = {step: EmptyOperator(task_id=step, doc_md=_ROW, **plain) for step in ("preflight", "provision", "plan")}
     preflight, provision, plan = rows.values()
     ids = {step: row.task_id for step, row in rows.items()}
     prepare = CdcPrepareOperator(task_id="prepare", pipeline=pipeline, groups=groups, steps=ids)
     snapshot = CdcSnapshotOperator.partial(
         task_id="snapshot",
-        epoch=f"{{{{ ti.xcom_pull(task_ids='{provision.task_id}')['epoch'] }}}}",
+        epoch=f"{{{{ ti.xcom_pull(task_ids='{prepare.task_id}', key='provision')['epoch'] }}}}",
         map_index_template="{{ task.group['label'] }}",
         **({"pool": pool} if pool else {}),
         **spark,
@@ -118,7 +120,7 @@ class CdcTaskGroup(TaskGroup):
         self,
         group_id: str = "cdc",
         *,
-        pipeline: str,
+        pipeline: str | os.PathLike[str],
         until: str = CAUGHT_UP,
         groups: int | str = 2,
         spark_conn_id: str = "spark_default",
@@ -127,7 +129,7 @@ class CdcTaskGroup(TaskGroup):
         **kwargs: Any,
     ) -> None:
         super().__init__(group_id=group_id, **kwargs)
-        if "{" not in pipeline:
+        if isinstance(pipeline, os.PathLike) or (isinstance(pipeline, str) and "{" not in pipeline):
             pipeline = _next_to_caller(pipeline)
         with self:
             steps = pipeline_steps(

@@ -20,7 +20,7 @@ PIPELINE = "{{ params.pipeline }}"
 
 def skip_without_slot(context: Context) -> None:
     """Skip the task if the pipeline reads Kafka topics, which have no slot."""
-    if "restart_lsn" not in context["ti"].xcom_pull(task_ids="provision"):
+    if "restart_lsn" not in context["ti"].xcom_pull(task_ids="prepare", key="provision"):
         raise AirflowSkipException("The pipeline reads topics: there is no slot.")
 
 
@@ -36,9 +36,10 @@ with DAG(
 
 Copies the tables of a pipeline file into the sink and applies the changes made meanwhile, exactly once.
 
-* **preflight** checks servers, privileges and tables without changing anything.
-* **provision** creates or verifies publication and replication slot, and plans the copy.
-* **plan** divides the remaining chunks into groups; **snapshot** copies each group in a Spark job.
+* **prepare** does three steps, which have rows of their own: **preflight** checks servers, privileges and tables
+  without changing anything; **provision** creates or verifies publication and replication slot, and plans the copy;
+  **plan** divides the remaining chunks into groups.
+* **snapshot** copies each group.
 * **stream** applies the changes until it has caught up, reaches an LSN, or is stopped.
 * **slot_progress** waits until the slot releases WAL on the source. It is skipped if nothing moves for ten minutes, or
   if the pipeline reads Kafka topics, which have no slot.
@@ -52,7 +53,7 @@ Trigger the Dag again to catch up; tables are not copied twice. It needs a Spark
     slot_progress = SlotProgressSensor(
         task_id="slot_progress",
         pipeline=PIPELINE,
-        moved_since="{{ ti.xcom_pull(task_ids='provision').get('restart_lsn') }}",
+        moved_since="{{ ti.xcom_pull(task_ids='prepare', key='provision').get('restart_lsn') }}",
         pre_execute=skip_without_slot,
         timeout=600,
         soft_fail=True,

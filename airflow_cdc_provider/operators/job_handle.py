@@ -1,10 +1,10 @@
-"""The information on its Spark job that a task keeps between tries, and the first action of a try."""
+"""The information on its work that a task keeps between tries, and the first action of a try."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from airflow_cdc_provider.hooks.views import ViewMarks
 
@@ -21,6 +21,7 @@ class Handle:
         belong to other work later.
     :param max_tries: ``max_tries`` of the task instance, which changes when it is cleared, but not on a retry.
     :param failures: number of failed jobs of this work since one of them last committed anything.
+    :param result: the result of work that the task's process has done itself, until the task has reported it.
     :param views: the marks of the views before the first job of this work; ``None`` if they have not been read.
     """
 
@@ -29,10 +30,15 @@ class Handle:
     max_tries: int
     failures: int = 0
     views: ViewMarks | None = None
+    result: dict[str, Any] | None = None
+
+    def belongs_to(self, fingerprint: str, max_tries: int) -> bool:
+        """Return whether this is the handle of given work."""
+        return (self.fingerprint, self.max_tries) == (fingerprint, max_tries)
 
     def follows(self, before: Handle | None) -> Handle:
         """Return this handle with failures and views of the previous one, if that belongs to the same work."""
-        if before is None or (before.fingerprint, before.max_tries) != (self.fingerprint, self.max_tries):
+        if before is None or not before.belongs_to(self.fingerprint, self.max_tries):
             return self
         return replace(self, failures=before.failures, views=before.views)
 
@@ -53,7 +59,7 @@ def first_action(handle: Handle | None, fingerprint: str, max_tries: int, status
     """
     from airflow_cdc_provider.engine.state.submission import Status
 
-    if handle is None or (handle.fingerprint, handle.max_tries) != (fingerprint, max_tries):
+    if handle is None or not handle.belongs_to(fingerprint, max_tries):
         return FirstAction.SUBMIT
     steps: dict[Status | None, FirstAction] = {Status.RUNNING: FirstAction.REATTACH, Status.DONE: FirstAction.RETURN}
     return steps.get(status, FirstAction.SUBMIT)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from airflow.sdk.bases.xcom import BaseXCom
-
 from airflow_cdc_provider.hooks.cdc import airflow_failures, load_pipeline
 from airflow_cdc_provider.operators.base import CdcOperator
 from airflow_cdc_provider.operators.pipeline import check, provision
@@ -20,8 +18,11 @@ class CdcPrepareOperator(CdcOperator):
     """The steps preflight, provision and plan, one after the other in one process.
 
     A process costs more than these steps. Rows of the grid can show each of them nevertheless: give ``steps``, whose
-    tasks are empty operators after this task. Airflow marks these as successful without a process, and each has the
-    XCom that its own operator would return. The result of this task is that of :class:`.CdcPlanOperator`.
+    tasks are empty operators after this task, without callbacks, inlets and outlets. Airflow marks these as successful
+    without a process, and each has the XCom that its own operator would return. If a step fails, so does this task.
+
+    The result of this task is that of :class:`.CdcPlanOperator`. The results of all steps are its XComs ``preflight``,
+    ``provision`` and ``plan``.
 
     :param pipeline: path of the pipeline file. (templated)
     :param groups: the maximum number of groups, see :class:`.CdcPlanOperator`. (templated)
@@ -49,14 +50,17 @@ class CdcPrepareOperator(CdcOperator):
         return planned
 
     def _show(self, context: Context, step: str, result: object) -> None:
-        """Store the result of a step as the XCom of the task that shows it."""
+        """Store the result of a step as an XCom of this task, and of the task that shows the step."""
+        from airflow.sdk.execution_time.xcom import XCom
+
+        instance = context["ti"]
+        instance.xcom_push(key=step, value=result)
         if step in self.steps:
-            instance = context["ti"]
-            BaseXCom.set(
-                BaseXCom.XCOM_RETURN_KEY,
+            XCom.set(
+                XCom.XCOM_RETURN_KEY,
                 result,
                 dag_id=instance.dag_id,
                 task_id=self.steps[step],
                 run_id=instance.run_id,
-                _mapped_length=len(result) if isinstance(result, list) else None,
+                map_index=instance.map_index,
             )

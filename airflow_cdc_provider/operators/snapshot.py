@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from airflow_cdc_provider.engine.core.chunk_ranges import part_of, plan_groups
+from airflow_cdc_provider.engine.core.chunk_ranges import Range, part_of, plan_groups
 from airflow_cdc_provider.hooks.cdc import airflow_failures, failure, load_pipeline
 from airflow_cdc_provider.operators.base import CdcOperator
 from airflow_cdc_provider.operators.spark import CdcSparkOperator
@@ -62,7 +62,7 @@ def plan(pipeline: Pipeline, groups: int, log: Logger) -> list[dict[str, Any]]:
 
 
 class CdcSnapshotOperator(CdcSparkOperator):
-    """A Spark job that copies the chunks of one group, except those that an earlier try has finished.
+    """A copy of the chunks of one group, except those that an earlier try has finished, by a Spark job.
 
     Few rows are copied by the task's own process, see ``spark.min_rows`` and ``spark.min_bytes`` of the pipeline file.
 
@@ -102,13 +102,21 @@ class CdcSnapshotOperator(CdcSparkOperator):
         """Return the option for the chunks."""
         return ["--chunks", json.dumps(self.group["chunks"])]
 
-    def work_here(self, pipeline: Pipeline, epoch: int | None) -> dict[str, Any] | None:
-        """Copy the chunks, unless they need Spark."""
-        from airflow_cdc_provider.engine import commands
+    def needs_spark(self, pipeline: Pipeline) -> bool:
+        """Return whether the group has many rows or bytes that are not copied."""
         from airflow_cdc_provider.engine.commands.copying import copy_needs_spark
 
-        chunks = [(table, first, last) for table, first, last in self.group["chunks"]]
-        return None if copy_needs_spark(pipeline, chunks) else commands.snapshot(pipeline, epoch=epoch, chunks=chunks)
+        return copy_needs_spark(pipeline, self._ranges)
+
+    def command_here(self, pipeline: Pipeline, epoch: int | None) -> dict[str, Any]:
+        """Copy the chunks in this process."""
+        from airflow_cdc_provider.engine import commands
+
+        return commands.snapshot(pipeline, epoch=epoch, chunks=self._ranges, spark=False)
+
+    @property
+    def _ranges(self) -> list[Range]:
+        return [(table, first, last) for table, first, last in self.group["chunks"]]
 
     def stopped_result(self) -> dict[str, Any]:
         """Return the result of a snapshot that was stopped before its first chunk."""

@@ -1,4 +1,4 @@
-"""The base of operators whose work is a Spark job of the engine.
+"""The base of operators whose work is a Spark job of the engine, unless there is little to do.
 
 The job does not belong to the process that submits it. Before anything is started, the task stores the job's id in
 Airflow's task state store, where it survives between tries; all other information is in the pipeline's state. Therefore
@@ -28,6 +28,7 @@ from airflow_cdc_provider.hooks.views import ViewMarks, read_view_marks
 from airflow_cdc_provider.links.spark import SparkUiLink
 from airflow_cdc_provider.operators.base import CdcOperator
 from airflow_cdc_provider.operators.job_handle import FirstAction, Handle, first_action
+from airflow_cdc_provider.operators.local_work import unless_it_may_pass, work_locally
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -44,7 +45,7 @@ _TRIGGER_GRACE = timedelta(minutes=5)
 
 
 class CdcSparkOperator(CdcOperator):
-    """A command of the engine that runs as a Spark job and outlives the task's processes.
+    """A command of the engine that runs as a Spark job and outlives the task's processes; little work needs no job.
 
     :param pipeline: path of the pipeline file. (templated)
     :param epoch: the epoch that ``provision`` returned. (templated)
@@ -94,11 +95,14 @@ class CdcSparkOperator(CdcOperator):
         """Return the options of the command, without pipeline and epoch."""
 
     @abstractmethod
-    def work_here(self, pipeline: Pipeline, epoch: int | None) -> dict[str, Any] | None:
-        """Do the work in this process, if it is too little for Spark.
+    def needs_spark(self, pipeline: Pipeline) -> bool:
+        """Return whether the work is too much for the process of the task."""
+
+    @abstractmethod
+    def command_here(self, pipeline: Pipeline, epoch: int | None) -> dict[str, Any]:
+        """Run the command in this process, without Spark, and return its result.
 
         :param epoch: the epoch of the run; ``None`` to take a new one.
-        :returns: the result of the command; ``None`` if nothing was done because the work needs Spark.
         """
 
     @abstractmethod
@@ -125,6 +129,9 @@ class CdcSparkOperator(CdcOperator):
             job = read(state, handle.submission) if handle and handle.submission else None
             status = job.status(askers(state, job.id)) if job else None
             step = first_action(handle, fingerprint, max_tries, status)
+            if handle is not None and handle.result is not None and handle.belongs_to(fingerprint, max_tries):
+                self.log.info("An earlier try has done the work already.")
+                return self._returned(context, handle.result)
             if job is not None and step is FirstAction.RETURN:
                 self.log.info("The Spark job %s has done the work already.", job.id)
                 self.submission, self.application = job.id, job.application
@@ -138,11 +145,14 @@ class CdcSparkOperator(CdcOperator):
                 handle = Handle("", fingerprint, max_tries).follows(handle)
                 if self.moves_views and handle.views is None:
                     handle = replace(handle, views=read_view_marks(loaded.pipeline))
-                if handle.views:  # a next try must not lose them
+                small = unless_it_may_pass(lambda: not self.needs_spark(loaded.pipeline), self.command, self.log)
+                if small and not self._killed:
                     self._keep(context, handle)
-                result = self._work_here(loaded.pipeline, first)
-                if result is not None:
-                    return self._returned(context, result)
+                    result = self._work_here(loaded.pipeline, first)
+                    if result is not None:
+                        self._keep(context, replace(handle, result=result))
+                        return self._returned(context, result)
+                    first = False
                 job, hook = self._new_submission(loaded, first), self._hook(loaded)
                 self._keep(context, replace(handle, submission=job.id))
                 self._submit(hook, state, job)
@@ -150,36 +160,11 @@ class CdcSparkOperator(CdcOperator):
             return self._wait(context, state, job.id)
 
     def _work_here(self, pipeline: Pipeline, first: bool) -> dict[str, Any] | None:
-        """Do the work in this process if it is little; ``None`` if a job has to do it.
-
-        An outage is left to a job, which waits for its end without a worker.
-        """
-        from airflow_cdc_provider.engine.core.errors import CdcError, Fenced, SecondWriter
-        from airflow_cdc_provider.engine.pipeline.restart_strategy import Restart
-        from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS, driver_failure
-        from airflow_cdc_provider.engine.runs.run_errors import stop_requested
-        from airflow_cdc_provider.engine.state.files import State
-        from airflow_cdc_provider.engine.state.heartbeat import Owner
-        from airflow_cdc_provider.engine.state.submission import is_finished
-
-        at_once = replace(pipeline, stream=replace(pipeline.stream, restart=Restart(strategy="none")))
-        try:
-            try:
-                result = self.work_here(at_once, self._epoch_of(first))
-            except DRIVER_ERRORS as e:
-                raise driver_failure(e, self.command) from e
-        except (SecondWriter, Fenced):
-            raise
-        except CdcError as e:
-            if e.retry is not Retry.RETRY:
-                raise
-            self.log.warning("%s. A Spark job continues the work, and waits if that is necessary.", e.message)
-            return None
-        if result is None:
-            return None
-        if not is_finished(result) and not stop_requested(State(pipeline.state), Owner.this()):
+        """Do the work in this process; ``None`` if a job has to continue it."""
+        epoch = self._epoch_of(first)
+        result = work_locally(pipeline, lambda once: self.command_here(once, epoch), self.command, self.log)
+        if result is None and self._killed:
             raise AirflowException("The task was asked to end before its work was done.")
-        self.log.info("Done without Spark: %s", result)
         return result
 
     def execute_complete(self, context: Context, event: dict[str, Any]) -> dict[str, Any]:
@@ -295,7 +280,7 @@ class CdcSparkOperator(CdcOperator):
         from airflow_cdc_provider.engine.state.submission import read
 
         job = read(state, submission)
-        if job is None or job.cluster or not container_ends_with_task():
+        if not container_ends_with_task() or (job is not None and job.cluster):
             return False
         self.log.info(
             "The task does not defer, because its executor would then end its container, and the Spark job with it."
@@ -323,7 +308,7 @@ class CdcSparkOperator(CdcOperator):
     def _epoch_of(self, first: bool) -> int | None:
         """Return the epoch of the run if the work takes place under it.
 
-        :param first: whether this is the first attempt to do the work.
+        :param first: whether nothing has worked under it yet.
         """
         return int(self.epoch) if self.epoch is not None and (first or self.resumes_epoch) else None
 

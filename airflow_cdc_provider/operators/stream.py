@@ -48,15 +48,17 @@ class CdcStreamOperator(CdcSparkOperator):
         """Return the option for the end."""
         return ["--until", str(Ending.parse(self.until))]
 
-    def work_here(self, pipeline: Pipeline, epoch: int | None) -> dict[str, Any] | None:
-        """Apply the changes, unless that needs Spark."""
-        from airflow_cdc_provider.engine import commands
+    def needs_spark(self, pipeline: Pipeline) -> bool:
+        """Return whether the end is far away or unknown."""
         from airflow_cdc_provider.engine.commands.following import follow_needs_spark
 
-        ending = Ending.parse(self.until)
-        if follow_needs_spark(pipeline, ending):
-            return None
-        return commands.stream(pipeline, until=str(ending), epoch=epoch)
+        return follow_needs_spark(pipeline, Ending.parse(self.until))
+
+    def command_here(self, pipeline: Pipeline, epoch: int | None) -> dict[str, Any]:
+        """Apply the changes in this process."""
+        from airflow_cdc_provider.engine import commands
+
+        return commands.stream(pipeline, until=str(Ending.parse(self.until)), epoch=epoch, spark=False)
 
     def stopped_result(self) -> dict[str, Any]:
         """Return the result of a stream that was stopped; its position is unknown."""

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.triggers.base import BaseEventTrigger, TriggerEvent
 
+from airflow_cdc_provider.engine.core.typed_json import as_shape
+
 if TYPE_CHECKING:
     from airflow_cdc_provider.engine.state.heartbeat import Heartbeat
 
@@ -64,8 +66,9 @@ class Seen:
 class ChangesTrigger(BaseEventTrigger):
     """A trigger that updates an asset while a stream changes a table or a view, and after it has ended.
 
-    The event's payload has ``pipeline`` and ``applied_lsn``. The last report is stored with the asset, so that a
-    restart of the triggerer neither repeats nor misses an event. A state that cannot be read is read again.
+    The event's payload has ``pipeline`` and ``applied_lsn``. The last report is stored with the asset, one interval
+    after its event, so that a restart of the triggerer may repeat an event but misses none. A stream that begins and
+    ends between two reads is not seen here; its task reports it at its end. A state that cannot be read is read again.
 
     :param pipeline: absolute path of the pipeline file, for the triggerer, which reads the state that the file names.
     :param table: the source table, ``schema.table``.
@@ -93,7 +96,7 @@ class ChangesTrigger(BaseEventTrigger):
         """Yield an event each time the table or the view has changed, without end."""
         from airflow_cdc_provider.engine.core.errors import CdcError
 
-        last = await self._recall()
+        last = stored = await self._recall()
         while True:
             try:
                 name, seen = await asyncio.to_thread(self._look)
@@ -107,8 +110,10 @@ class ChangesTrigger(BaseEventTrigger):
                         payload = {"pipeline": name, "applied_lsn": seen.applied_lsn}
                         yield TriggerEvent(payload)  # type: ignore[no-untyped-call]
                     last = seen
-                    await self._remember(seen)
             await asyncio.sleep(self.interval)
+            if last is not None and last != stored:
+                await self._remember(last)
+                stored = last
 
     def _look(self) -> tuple[str, Seen | None]:
         """Read the last report.
@@ -135,7 +140,7 @@ class ChangesTrigger(BaseEventTrigger):
             return None
         with suppress(ValueError):
             kept: Any = await self.asset_state_store.aget(_KEY)
-            return None if kept is None else Seen(**kept)
+            return None if kept is None else as_shape(Seen, kept)  # another version may have stored another shape
         return None
 
     async def _remember(self, seen: Seen) -> None:

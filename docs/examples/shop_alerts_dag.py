@@ -15,7 +15,8 @@ def mail(subject, text):
     return SmtpNotifier(to="data@example.com", from_email="airflow@example.com", subject=subject, html_content=text)
 
 
-failed = mail("{{ ti.dag_id }}.{{ ti.task_id }} failed", "<pre>{{ exception | e }}</pre>")
+ERROR = "{{ exception | default('The process of the task has died, see its log.') | e }}"
+failed = mail("{{ ti.dag_id }}.{{ ti.task_id }} failed", f"<pre>{ERROR}</pre>")
 
 # The stream, and the steps before it. It runs until a user stops it, which is a success.
 dag = cdc_dag(
@@ -28,12 +29,13 @@ dag = cdc_dag(
 with DAG("shop_lag", schedule="*/10 * * * *", max_active_runs=1, catchup=False):
     CdcLagSensor(task_id="lag", pipeline=PIPELINE, below_seconds=120, timeout=300, on_failure_callback=failed)
 
-with DAG("shop_slots", schedule="* * * * *", max_active_runs=1, catchup=False):
+with DAG("shop_slots", schedule="@hourly", max_active_runs=1, catchup=False):
     CdcSlotGuardOperator(
         task_id="slots",
         conn_id="shop_pg",
         budget="10GiB",
         on_findings=mail("Slots of the shop", "{% for each in findings %}<p>{{ each.message | e }}</p>{% endfor %}"),
+        on_failure_callback=failed,
     )
 
 with DAG("shop_verify", schedule="0 3 * * *", max_active_runs=1, catchup=False):

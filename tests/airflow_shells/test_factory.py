@@ -10,7 +10,8 @@ from tests.support.airflow_support import ROOT
 
 # isort: split
 from airflow.dag_processing.dagbag import DagBag
-from airflow.sdk import DAG
+from airflow.models.taskinstance import TaskInstance
+from airflow.sdk import DAG, Asset
 from airflow.sdk.definitions.param import ParamsDict
 from airflow.sdk.exceptions import ParamValidationError
 from airflow.serialization.serialized_objects import DagSerialization
@@ -150,15 +151,17 @@ def test_a_broken_file_is_an_import_error_in_the_engines_words(
 
 
 def test_a_dag_may_have_several_groups() -> None:
-    with DAG("two", schedule=None) as dag:
+    with DAG("two", schedule=None, default_args={"on_success_callback": print, "outlets": [Asset("a")]}) as dag:
         shop = CdcTaskGroup("shop", pipeline="/shop.yaml", pool="shop_db")
         crm = CdcTaskGroup("crm", pipeline="/crm.yaml", until="0/16B3748", conf={"spark.executor.cores": "2"})
         shop >> crm
 
+    rows = [dag.get_task(f"crm.{step}") for step in ("preflight", "provision", "plan")]
+    assert not any(TaskInstance.is_task_schedulable(row) for row in rows)  # they need no process
     assert dag.get_task("shop.stream").downstream_task_ids == {"crm.prepare"}
     stream = vars(dag.get_task("crm.stream"))
     snapshot = dag.get_task("crm.snapshot").partial_kwargs
-    assert snapshot["epoch"] == "{{ ti.xcom_pull(task_ids='crm.provision')['epoch'] }}"
+    assert snapshot["epoch"] == "{{ ti.xcom_pull(task_ids='crm.prepare', key='provision')['epoch'] }}"
     assert snapshot["map_index_template"] == "{{ task.group['label'] }}"
     assert stream["epoch"] is None
     assert (stream["until"], stream["conf"]) == ("0/16B3748", {"spark.executor.cores": "2"})

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -48,6 +50,9 @@ def pipeline(databases: Databases, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     Jobs(made).await_none()
 
 
+CONTEXT: Any = {"ti": SimpleNamespace(xcom_push=lambda key, value: None)}
+
+
 def submissions(pipeline: PipelineUnderTest) -> int:
     return len(read_all(State(pipeline.pipeline.state)))
 
@@ -55,14 +60,14 @@ def submissions(pipeline: PipelineUnderTest) -> int:
 def test_a_run_from_its_first_step_to_its_last(pipeline: PipelineUnderTest) -> None:
     """The steps of a Dag copy and catch up, report tables that have changed, and submit no job."""
     path = str(pipeline.file)
-    (group,) = CdcPrepareOperator(task_id="prepare", pipeline=path, groups=2).execute({})
+    (group,) = CdcPrepareOperator(task_id="prepare", pipeline=path, groups=2).execute(CONTEXT)
     assert group == {"label": "public.t all rows, 3 chunks", "chunks": [["public.t", 0, 2]]}
 
     copied = Task(CdcSnapshotOperator(task_id="t", pipeline=path, epoch=str(pipeline.record.epoch), group=group))
     result = copied.operator.execute(copied.context)
     assert (result["chunks"], result["finished"], result["rows"]) == (3, 3, 300)
-    assert copied.operator.execute(copied.context)["finished"] == 0  # a next try finds nothing to do
-    assert CdcPrepareOperator(task_id="prepare", pipeline=path).execute({}) == []
+    assert copied.operator.execute(copied.context) == result  # a next try reports the same
+    assert CdcPrepareOperator(task_id="prepare", pipeline=path).execute(CONTEXT) == []
 
     pipeline.source("DELETE FROM t WHERE id > 290")
     streamed = Task(CdcStreamOperator(task_id="t", pipeline=path))
@@ -71,6 +76,8 @@ def test_a_run_from_its_first_step_to_its_last(pipeline: PipelineUnderTest) -> N
     (event,) = streamed.events[CHANGED_TABLES].asset_alias_events
     assert event.extra["changes"] == 10
     pipeline.assert_equal()
+    assert streamed.operator.execute(streamed.context) == result
+    assert len(streamed.events[CHANGED_TABLES].asset_alias_events) == 2
     assert submissions(pipeline) == 0
 
 
@@ -112,7 +119,7 @@ def test_an_outage_is_left_to_a_job(pipeline: PipelineUnderTest) -> None:
 def test_a_task_that_is_killed_fails(pipeline: PipelineUnderTest) -> None:
     """The chunk that it works on is finished; a next try does the rest."""
     path = str(pipeline.file)
-    (group,) = CdcPrepareOperator(task_id="prepare", pipeline=path).execute({})
+    (group,) = CdcPrepareOperator(task_id="prepare", pipeline=path).execute(CONTEXT)
     task = Task(CdcSnapshotOperator(task_id="t", pipeline=path, epoch=pipeline.record.epoch, group=group))
 
     def kill(locked: ExitStack) -> None:

@@ -171,8 +171,10 @@ def _add_resnapshot(command: argparse.ArgumentParser) -> None:
 
 
 def _conn_id(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z_][\w.-]{0,99}", text):  # an address, perhaps with a password: it is not quoted
-        raise argparse.ArgumentTypeError("Give the id of a connection, and its address in AIRFLOW_CONN_<ID>.")
+    if not re.fullmatch(r"[A-Za-z_]\w{0,99}", text, re.ASCII):  # an address, perhaps with a password: it is not quoted
+        raise argparse.ArgumentTypeError(
+            "Give the id of a connection, of letters, digits and _, and its address in AIRFLOW_CONN_<ID>."
+        )
     return text
 
 

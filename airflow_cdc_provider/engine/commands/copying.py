@@ -44,19 +44,21 @@ def snapshot(
     epoch: int | None = None,
     chunks: Sequence[Range] | None = None,
     takeover: bool = False,
+    spark: bool = True,
     report: Report = silent,
 ) -> dict[str, Any]:
     """Copy chunks until all are finished.
 
     :param epoch: the epoch of the run that this part belongs to; ``None`` to begin a run.
     :param chunks: ranges of the chunks to copy; ``None`` for all.
+    :param spark: whether Spark may be started, see :func:`copy_needs_spark`.
     """
     part, nothing = part_of(chunks), {"chunks": 0, "finished": 0, "rows": 0, "seconds": 0.0}
     if not choose_chunks(existing_record(pipeline), chunks):
         with run_part(pipeline, part, epoch, takeover):
             return nothing
-    estimate = partial(_estimate, pipeline, chunks)
-    with started_run(pipeline, part, epoch, takeover, estimate) as (run, record, spark):
+    needed = partial(copy_needs_spark, pipeline, chunks) if spark else lambda: False
+    with started_run(pipeline, part, epoch, takeover, needed) as (run, record, session):
         chosen = choose_chunks(record, chunks)
         ours = frozenset(chosen)
         if not chosen:
@@ -76,8 +78,8 @@ def snapshot(
                 run.progress = done.as_dict()
                 report("snapshot", run.progress)
 
-            with reporting_jvm_end(spark, run):
-                source_of(pipeline).copy_chunks(spark, run, record, choose_chunks(record, chunks), report_progress)
+            with reporting_jvm_end(session, run):
+                source_of(pipeline).copy_chunks(session, run, record, choose_chunks(record, chunks), report_progress)
 
         keep_trying(run, record, attempt)
         write_record_copy(pipeline, run.state, existing_record(pipeline))

@@ -66,6 +66,12 @@ def init(
         if not check_settings(checks, source, settings):
             require(checks.findings)
         found = find(source, settings.tables)
+        if not tables and not found.tables:
+            raise ConfigError(
+                "the source has no table that can be captured"
+                + "".join(f"; {error.message}" for error in found.errors.values()),
+                "Connect to another database, or give the tables a primary key or REPLICA IDENTITY FULL.",
+            )
         for error in found.fatal:
             raise error
         captured = list(found.tables.values())

@@ -37,15 +37,18 @@ def stream(
     until: str = "forever",
     epoch: int | None = None,
     takeover: bool = False,
+    spark: bool = True,
     report: Report = silent,
 ) -> dict[str, Any]:
     """Follow the log.
 
     :param until: ``forever``, ``caught-up`` (until everything committed before this command began, and up to the high
         watermark, is durable in the sink) or ``lsn:X/Y``; see :meth:`.Ending.parse`.
+    :param spark: whether Spark may be started, see :func:`follow_needs_spark`.
     """
     ending = Ending.parse(until)
-    with started_run(pipeline, STREAM, epoch, takeover, partial(_estimate, pipeline, ending)) as (run, record, spark):
+    needed = partial(follow_needs_spark, pipeline, ending) if spark else lambda: False
+    with started_run(pipeline, STREAM, epoch, takeover, needed) as (run, record, session):
         require_copied(pipeline, record)
         follow, reached = source_of(pipeline).follower(record, ending)
         done = StreamProgress(record.applied)
@@ -59,8 +62,8 @@ def stream(
                 run.progress = done.as_dict()
                 report("stream", run.progress)
 
-            with reporting_jvm_end(spark, run):
-                follow(spark, run, record, report_progress)
+            with reporting_jvm_end(session, run):
+                follow(session, run, record, report_progress)
 
         keep_trying(run, record, attempt)
         result = done.as_dict() | run.lag.as_dict()

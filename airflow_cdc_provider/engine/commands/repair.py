@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from airflow_cdc_provider.engine.commands import checks
 from airflow_cdc_provider.engine.commands.attention import noting_errors
 from airflow_cdc_provider.engine.commands.copying import snapshot
 from airflow_cdc_provider.engine.commands.report import Report, silent
-from airflow_cdc_provider.engine.commands.run_start import refuse_second, rehearse, spark_before
+from airflow_cdc_provider.engine.commands.run_start import needs_spark, refuse_second, rehearse, spark_if_needed
 from airflow_cdc_provider.engine.core.errors import ConfigError
 from airflow_cdc_provider.engine.core.findings import require
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
@@ -58,13 +59,9 @@ def _resnapshot(
     report: Report,
 ) -> dict[str, Any]:
     if everything:
-        with spark_before(
-            pipeline,
-            RESNAPSHOT,
-            RESNAPSHOT,
-            lambda: refuse_second(pipeline, takeover),
-            lambda _: source_of(pipeline).workload(None),
-        ):
+        check = partial(refuse_second, pipeline, takeover)
+        needed = partial(needs_spark, pipeline, lambda _: source_of(pipeline).workload(None))
+        with spark_if_needed(pipeline, RESNAPSHOT, RESNAPSHOT, check, needed):
             epoch = int(start_over(pipeline, takeover=takeover)["epoch"])
             copied = snapshot(pipeline, epoch=epoch, takeover=takeover, report=report)
         read = {c.chunk.table: c.rows for c in existing_record(pipeline).chunks}

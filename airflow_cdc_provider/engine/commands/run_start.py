@@ -6,6 +6,8 @@ Therefore the previous run continues during these steps.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -38,9 +40,12 @@ Estimate = Callable[[Record | None], Workload | None]
 def needs_spark(pipeline: Pipeline, estimate: Estimate) -> bool:
     """Return whether a part of a run needs Spark: because of its sinks, or because it has much to do.
 
-    Starting Spark takes longer than a small copy or catch-up, which the process of the command does itself.
+    Starting Spark takes longer than a small copy or catch-up, which the process of the command does itself. If Spark's
+    JVM or a session is there already, it is used.
     """
-    least = pipeline.spark
+    least, session = pipeline.spark, sys.modules.get("airflow_cdc_provider.engine.spark.session")
+    if "PYSPARK_GATEWAY_PORT" in os.environ or (session is not None and session.has_session()):
+        return True
     if not (least.min_rows and least.min_bytes) or any(isinstance(sink, SparkBound) for sink in pipeline.sinks):
         return True
     found = estimate(record_if_any(pipeline))
@@ -49,53 +54,53 @@ def needs_spark(pipeline: Pipeline, estimate: Estimate) -> bool:
 
 @contextmanager
 def started_run(
-    pipeline: Pipeline, part: str, epoch: int | None, takeover: bool, estimate: Estimate
+    pipeline: Pipeline, part: str, epoch: int | None, takeover: bool, needed: Callable[[], bool]
 ) -> Iterator[tuple[Run, Record, SparkSession | None]]:
     """Work on a pipeline, see :func:`.run_part`, with Spark if it is needed; a new run takes the epoch after its start.
 
     :param epoch: the epoch of the run that the part belongs to, which has already ended others; ``None`` to take a new
         one.
-    :param estimate: the workload of the part.
+    :param needed: returns whether the part needs Spark, see :func:`needs_spark`.
     :raises SparkUnusable: if Spark cannot be used.
     """
     title = part.partition("-")[0]
     if epoch is not None:
         with run_part(pipeline, part, epoch, takeover) as (run, record), ExitStack() as stack:
             spark = None
-            if needs_spark(pipeline, estimate):
+            if needed():
                 from airflow_cdc_provider.engine.spark.session import spark_session
 
                 spark = stack.enter_context(spark_session(pipeline.spark_start, title))
             yield _named(run, spark), record, spark
         return
     with (
-        spark_before(pipeline, part, title, lambda: rehearse(pipeline, part, takeover), estimate) as spark,
+        spark_if_needed(pipeline, part, title, lambda: rehearse(pipeline, part, takeover), needed) as spark,
         run_part(pipeline, part, None, takeover) as (run, record),
     ):
         yield _named(run, spark), record, spark
 
 
 @contextmanager
-def spark_before(
-    pipeline: Pipeline, part: str, title: str, check: Callable[[], None], estimate: Estimate
+def spark_if_needed(
+    pipeline: Pipeline, part: str, title: str, check: Callable[[], None], needed: Callable[[], bool]
 ) -> Iterator[SparkSession | None]:
     """Start Spark, if it is needed, for a block that takes the epoch.
 
     :param part: the part that the run begins with.
     :param title: title for the application's name.
     :param check: raises other errors that prevent the run; called before Spark is started.
-    :param estimate: the workload of the block.
+    :param needed: returns whether the block needs Spark, see :func:`needs_spark`.
     :raises SparkUnusable: if Spark cannot be used.
     """
     with noting_errors(pipeline, part):
         check()
-        needed = needs_spark(pipeline, estimate)
-    if not needed:
-        yield None
-        return
-    from airflow_cdc_provider.engine.spark.session import spark_session
-
+        with_spark = needed()
     with announced(State(pipeline.state), part), ExitStack() as stack:
+        if not with_spark:
+            yield None
+            return
+        from airflow_cdc_provider.engine.spark.session import spark_session
+
         with noting_errors(pipeline, part):
             spark = stack.enter_context(spark_session(pipeline.spark_start, title))
             if part == STREAM:

@@ -10,7 +10,7 @@ from airflow_cdc_provider.engine.commands.copying import snapshot
 from airflow_cdc_provider.engine.commands.following import stream
 from airflow_cdc_provider.engine.commands.provisioning import provision
 from airflow_cdc_provider.engine.commands.report import Report, silent
-from airflow_cdc_provider.engine.commands.run_start import refuse_second, spark_before
+from airflow_cdc_provider.engine.commands.run_start import needs_spark, refuse_second, spark_if_needed
 from airflow_cdc_provider.engine.core.chunk_ranges import choose_chunks
 from airflow_cdc_provider.engine.core.findings import require
 from airflow_cdc_provider.engine.core.record import Record
@@ -27,7 +27,9 @@ def run(pipeline: Pipeline, *, takeover: bool = False, report: Report = silent) 
     """Provision, snapshot, and stream until caught up; with ``snapshot.mode: only``, remove the slot afterwards."""
     if pipeline.snapshot.mode == "only" and _finished_for_good(pipeline):
         return {"snapshot": None, "stream": None}
-    with spark_before(pipeline, PROVISION, "run", lambda: _check_run(pipeline, takeover), partial(_estimate, pipeline)):
+    check = partial(_check_run, pipeline, takeover)
+    needed = partial(needs_spark, pipeline, partial(_estimate, pipeline))
+    with spark_if_needed(pipeline, PROVISION, "run", check, needed):
         return _run(pipeline, takeover, report)
 
 

@@ -29,7 +29,7 @@ class Query(Protocol):
     def isActive(self) -> bool:
         """Return whether the query runs."""
 
-    def exception(self) -> Exception | None:
+    def exception(self) -> BaseException | None:
         """Return the error that has ended the query."""
 
     def stop(self) -> None:

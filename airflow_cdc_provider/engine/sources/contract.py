@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Follow = Callable[["SparkSession | None", Run, Record, Callable[[StreamProgress], None]], StreamProgress]
 """Follows the source from the position in a record, and reports its progress about once a second.
 
-Without a session it works in this process; only called so for a :class:`.Workload` that is known.
+It is called without a session, to work in this process, only if :meth:`Source.workload` has returned an estimate.
 """
 Reached = Callable[[StreamProgress], bool]
 """Returns whether a stream has reached the requested end."""

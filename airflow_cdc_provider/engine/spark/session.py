@@ -83,6 +83,11 @@ def spark_session(start: SparkStart, command: str) -> Iterator[SparkSession]:
                 spark.stop()
 
 
+def has_session() -> bool:
+    """Return whether :func:`spark_session` has started a session around the caller."""
+    return _session.get() is not None
+
+
 class _Choice:
     """A count of the users of the Python that this process has chosen, and the previous environment."""
 

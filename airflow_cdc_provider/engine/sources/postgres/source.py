@@ -266,7 +266,10 @@ class PostgresSource:
                 return copied
             flushed = slots.flushed(source)
             ends = ending.caught_up or (ending.lsn is not None and ending.lsn <= flushed)
-            return copied + Workload(0, max(flushed - record.applied, 0)) if ends else None
+            # The server also sends the earlier changes of transactions that are committed later.
+            found = slots.read_slot(source, self.settings.slot)
+            begin = record.applied if found is None else min(record.applied, found.restart_lsn)
+            return copied + Workload(0, max(flushed - begin, 0)) if ends else None
 
     def copy_chunks(
         self,

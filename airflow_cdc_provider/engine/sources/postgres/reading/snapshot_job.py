@@ -6,6 +6,7 @@ where it was: the sink's commit record knows which chunks are finished.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from pyspark.sql import SparkSession
 from airflow_cdc_provider.engine.changes.schema_change import Refuse, decide
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.chunk_ranges import ChunkIndex
-from airflow_cdc_provider.engine.core.errors import CannotFollow, CdcError, SchemaChanged, StreamFailed
+from airflow_cdc_provider.engine.core.errors import CannotFollow, CdcError, SchemaChanged, StreamFailed, values_hidden
 from airflow_cdc_provider.engine.core.record import Record, Target, target_of
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.runs.commit_records import existing_record
@@ -38,6 +39,8 @@ from airflow_cdc_provider.engine.sources.postgres.reading.reread import reread_a
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import plan_chunk_read
 from airflow_cdc_provider.engine.sources.postgres.recorded_slot import RecordedSlot
 from airflow_cdc_provider.engine.sources.postgres.settings import postgres_settings
+
+log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 1.0
 
@@ -78,7 +81,7 @@ def copy_chunks(
         if run.stopping:
             return []
         if spark is None:
-            return [write_chunk(task)]
+            return [_copied_here(task)]
         try:
             return spark.sparkContext.parallelize([task], 1).map(write_chunk).collect()
         except (Py4JError, PySparkException) as e:
@@ -160,6 +163,16 @@ def reread_changed(run: Run, target: Target) -> int:
     written = retry_while_blocked(run, partial(reread_as_defined, run, label, Barriers()), waiting)
     run.progress = progress
     return written
+
+
+def _copied_here(task: ChunkTask) -> Any:
+    """Read and write a chunk in this process; an unexpected error is returned as one that allows a retry."""
+    try:
+        return write_chunk(task)
+    except Exception as e:
+        what = f"copying chunk {task.chunk.title} failed"
+        log.error("%s", what, exc_info=not values_hidden())
+        return StreamFailed(f"{what}: {e}", "Start again: finished chunks stay, the others are read.", what)
 
 
 def _task_failure(task: ChunkTask, error: Exception) -> StreamFailed:

@@ -7,10 +7,13 @@ commit record only, and a query under Spark begins with a new checkpoint, too.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from airflow_cdc_provider.engine.core.errors import CdcError, values_hidden
+from airflow_cdc_provider.engine.postgres.driver_errors import DRIVER_ERRORS
 from airflow_cdc_provider.engine.sources.postgres.stream.spark_source import (
     PiecePartition,
     SlotStreamReader,
@@ -18,12 +21,14 @@ from airflow_cdc_provider.engine.sources.postgres.stream.spark_source import (
 )
 from airflow_cdc_provider.engine.sources.postgres.stream.staging_task import PIECE, StagingTask
 
+log = logging.getLogger(__name__)
+
 Rows = Sequence[Mapping[str, Any]]
 """Pieces of a batch, by the columns of :mod:`.spark_source`."""
 
 
 class LocalStaging:
-    """Stages batches in this process, see :class:`.Staging`."""
+    """Stages batches in this process, see :class:`.Staging`; its offers are not used."""
 
     def __init__(self) -> None:
         self.offers: list[Callable[[], StagingTask]] = []
@@ -48,7 +53,7 @@ class LocalQuery:
         self._reader = SlotStreamReader(options)
         self._write = write
         self._stopping = threading.Event()
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
         self._thread.start()
 
@@ -57,7 +62,7 @@ class LocalQuery:
         """Return whether the thread runs."""
         return self._thread.is_alive()
 
-    def exception(self) -> Exception | None:
+    def exception(self) -> BaseException | None:
         """Return the error that has ended the query."""
         return self._failure
 
@@ -72,7 +77,9 @@ class LocalQuery:
                 self._follow()
             finally:
                 self._reader.stop()
-        except Exception as e:  # raised in the thread that watches the query
+        except BaseException as e:  # raised in the thread that watches the query
+            if not isinstance(e, (CdcError, *DRIVER_ERRORS)):
+                log.error("the stream failed", exc_info=not values_hidden())
             self._failure = e
 
     def _follow(self) -> None:

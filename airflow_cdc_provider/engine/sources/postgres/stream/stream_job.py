@@ -69,8 +69,10 @@ class StreamJob:
         self._origin = RecordedSlot.of(record.identity).origin
         self._staging = InlineStaging() if spark is not None else LocalStaging()
         self._sinks = SinkFanout(run, record, self._staging)
-        poll = {} if spark is not None else {"poll": _LOCAL_POLL_SECONDS}
-        self._batches = ForeachBatch(run, self._write_batch, _batch_failure, _query_failure, **poll)
+        if spark is not None:
+            self._batches = ForeachBatch(run, self._write_batch, _batch_failure, _query_failure)
+        else:
+            self._batches = ForeachBatch(run, self._write_batch, _batch_failure, _local_failure, _LOCAL_POLL_SECONDS)
         self._passage: Passage | None = None
         self._passage_before: Passage | None = None
         self._catalog_locked: str | None = None
@@ -258,6 +260,14 @@ def _batch_failure(number: int, text: str) -> CdcError:
         f"a Spark task of batch {number} failed: {text.splitlines()[0]}",
         "Start again: the stream goes on from the last commit. The task's error is in Spark's log.",
         f"a Spark task of batch {number} failed",
+    )
+
+
+def _local_failure(text: str) -> CdcError:
+    return StreamFailed(
+        f"the stream failed: {text.splitlines()[0] if text else 'without a message'}",
+        "Start again: the stream goes on from the last commit. The log has the whole error.",
+        "the stream failed",
     )
 
 
