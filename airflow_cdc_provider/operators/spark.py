@@ -13,7 +13,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,7 +118,7 @@ class CdcSparkOperator(CdcOperator):
     def _work(self, context: Context) -> dict[str, Any] | None:
         """Do one attempt of :meth:`execute`; without a result, the job must be started again."""
         from airflow_cdc_provider.engine.state.files import State
-        from airflow_cdc_provider.engine.state.submission import askers, read
+        from airflow_cdc_provider.engine.state.submission import TaskAddress, askers, read
 
         with airflow_failures(self.pipeline, self.command):
             loaded = load_pipeline(self.pipeline)
@@ -153,7 +153,8 @@ class CdcSparkOperator(CdcOperator):
                         self._keep(context, replace(handle, result=result))
                         return self._returned(context, result)
                     first = False
-                job, hook = self._new_submission(loaded, first), self._hook(loaded)
+                task = TaskAddress(*(getattr(context["ti"], each.name) for each in fields(TaskAddress)))
+                job, hook = replace(self._new_submission(loaded, first), task=task), self._hook(loaded)
                 self._keep(context, replace(handle, submission=job.id))
                 self._submit(hook, state, job)
             self._job, self.submission = (state, job.id), job.id

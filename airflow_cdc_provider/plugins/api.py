@@ -18,9 +18,10 @@ from airflow_cdc_provider.engine.core.errors import CdcError
 from airflow_cdc_provider.engine.runs.run_errors import request_stop
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.heartbeat import read_heartbeats
-from airflow_cdc_provider.plugins.dags import Dags, DagsDep
+from airflow_cdc_provider.engine.state.requests import read_rereads
+from airflow_cdc_provider.plugins.dags import CdcDag, Dags, DagsDep
 from airflow_cdc_provider.plugins.ledgers import Ledgers
-from airflow_cdc_provider.plugins.overview import describe, guarded, summarize, wants_poll
+from airflow_cdc_provider.plugins.overview import describe, describe_table, guarded, summarize, wants_poll
 from airflow_cdc_provider.plugins.pipeline_files import PipelineFile, find_pipelines
 from airflow_cdc_provider.plugins.reports import PipelineReport, Reports, read_report, reading
 from airflow_cdc_provider.plugins.slot_polls import SlotPolls
@@ -60,8 +61,7 @@ class Pipelines:
         visible = [file for file in files if dags.visible(file.name)]
         polls = self.polls.look(file.path for file in visible if wants_poll(reports[file.path], now))
         return [
-            guarded(summarize, file, reports[file.path], polls.get(file.path), now)
-            | {"dag_id": own.dag_id if (own := dags.own(file.name)) else None}
+            guarded(summarize, file, reports[file.path], polls.get(file.path), now, dags.own(file.name))
             for file in visible
         ]
 
@@ -72,12 +72,33 @@ class Pipelines:
                 return file
         raise HTTPException(404, f"There is no pipeline {name!r}.")
 
-    def describe(self, file: PipelineFile) -> JsonObject:
-        """Return all information on a pipeline."""
+    def describe(self, file: PipelineFile, dag: CdcDag | None = None) -> JsonObject:
+        """Return all information on a pipeline.
+
+        :param dag: the Dag that runs only this pipeline.
+        """
+        return self._describe(file, self._read(file), dag)
+
+    def describe_table(self, file: PipelineFile, label: str, dag: CdcDag | None = None) -> JsonObject:
+        """Return all information on a table of a pipeline.
+
+        :param label: ``schema.name`` of the table.
+        :param dag: the Dag that runs only this pipeline.
+        """
+        report = self._read(file)
+        found = describe_table(self._describe(file, report, dag), report, label)
+        if found is None or file.pipeline is None:
+            raise HTTPException(404, f"Pipeline {file.name!r} has no table {label!r}.")
+        with reading(file.pipeline) as state:
+            return found | {"rereads": read_rereads(state, label)}
+
+    def _read(self, file: PipelineFile) -> PipelineReport:
+        return read_report(file.pipeline, self._ledgers) if file.pipeline else PipelineReport()
+
+    def _describe(self, file: PipelineFile, report: PipelineReport, dag: CdcDag | None) -> JsonObject:
         now = time.time()
-        report = read_report(file.pipeline, self._ledgers) if file.pipeline else PipelineReport()
         polls = self.polls.look([file.path] if wants_poll(report, now) else [])
-        return guarded(describe, file, report, polls.get(file.path), now)
+        return guarded(describe, file, report, polls.get(file.path), now, dag)
 
 
 def _pipelines(request: Request) -> Pipelines:
@@ -98,7 +119,13 @@ def list_pipelines(pipelines: PipelinesDep, dags: DagsDep) -> JsonObject:
 def show_pipeline(name: str, pipelines: PipelinesDep, dags: DagsDep) -> JsonObject:
     """Return one pipeline with its history, chunks, batches and errors."""
     file = pipelines.find(name, dags)
-    return {"now": time.time(), "may": dags.actions(name)} | pipelines.describe(file)
+    return {"now": time.time(), "may": dags.actions(name)} | pipelines.describe(file, dags.own(name))
+
+
+@router.get("/pipelines/{name}/tables/{label:path}")
+def show_table(name: str, label: str, pipelines: PipelinesDep, dags: DagsDep) -> JsonObject:
+    """Return one table of a pipeline with its chunks, definition and views."""
+    return {"now": time.time()} | pipelines.describe_table(pipelines.find(name, dags), label, dags.own(name))
 
 
 @router.get("/pipelines/{name}/spark/{submission}")
@@ -135,4 +162,4 @@ def stop_pipeline(name: str, pipelines: PipelinesDep, dags: DagsDep) -> JsonObje
     file = pipelines.find(name, dags)
     if not dags.may_stop(name):
         raise HTTPException(403, "Forbidden")
-    return {"asked": request_stop(State(file.pipeline.state)) if file.pipeline else []}
+    return {"asked": request_stop(State(file.pipeline.state), dags.user) if file.pipeline else []}

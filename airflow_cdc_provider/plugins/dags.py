@@ -19,19 +19,24 @@ from sqlalchemy import select
 from airflow_cdc_provider.dag import pipeline_tag
 
 TAG = "cdc"
-RUN_DAG, VERIFY_DAG = "cdc_pipeline", "cdc_verify"
-"""The Dag for pipelines without their own Dag, and the one that verifies; both take the file as a parameter."""
+RUN_DAG, VERIFY_DAG, REREAD_DAG = "cdc_pipeline", "cdc_verify", "cdc_resnapshot"
+"""The Dag for pipelines without their own Dag, the one that verifies, and the one that reads tables again.
+
+All take the file as a parameter.
+"""
 
 
 @dataclass
 class CdcDag:
     """A Dag with the tag ``cdc``.
 
+    :param next_run: time of its next scheduled run, in seconds since 1970; ``None`` without a schedule.
     :param tags: its other tags.
     """
 
     dag_id: str
     is_paused: bool
+    next_run: float | None = None
     tags: set[str] = field(default_factory=set)
 
 
@@ -44,14 +49,16 @@ class Dags:
         self._decided: dict[tuple[str, str, DagAccessEntity | None], bool] = {}
         marked = select(DagTag.dag_id).where(DagTag.name == TAG)
         query = (
-            select(DagModel.dag_id, DagModel.is_paused, DagTag.name)
+            select(DagModel.dag_id, DagModel.is_paused, DagModel.next_dagrun_create_after, DagTag.name)
             .join(DagTag, DagTag.dag_id == DagModel.dag_id)
             .where(DagModel.dag_id.in_(marked), DagModel.is_stale.is_(False))
             .order_by(DagModel.dag_id)
         )
         self._dags: dict[str, CdcDag] = {}
-        for dag_id, is_paused, tag in session.execute(query):
-            self._dags.setdefault(dag_id, CdcDag(dag_id, is_paused)).tags.add(tag)
+        for dag_id, is_paused, after, tag in session.execute(query):
+            known = self._dags.setdefault(dag_id, CdcDag(dag_id, is_paused, after.timestamp() if after else None))
+            known.tags.add(tag)
+        self.user = user.get_name()
 
     def own(self, pipeline: str) -> CdcDag | None:
         """Return the Dag that runs only this pipeline, if there is one."""
@@ -72,14 +79,15 @@ class Dags:
     def actions(self, pipeline: str) -> Mapping[str, Any]:
         """Return the actions that the page has buttons for; Airflow checks permissions again when one is pressed.
 
-        :returns: whether the user may ``stop`` the jobs; the Dag that runs the pipeline and the one that verifies it,
-            or ``None`` if there is none, each with the user's permissions on it.
+        :returns: whether the user may ``stop`` the jobs; the Dag that runs the pipeline, the one that verifies it and
+            the one that reads its tables again, or ``None`` if there is none, each with the user's permissions on it.
         """
         own = self.own(pipeline)
         return {
             "stop": self.may_stop(pipeline),
             "run": self._described(own or self._dags.get(RUN_DAG), shared=own is None),
             "verify": self._described(self._dags.get(VERIFY_DAG), shared=True),
+            "reread": self._described(self._dags.get(REREAD_DAG), shared=True),
         }
 
     def _described(self, dag: CdcDag | None, shared: bool) -> Mapping[str, Any] | None:

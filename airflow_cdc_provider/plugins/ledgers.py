@@ -11,7 +11,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from airflow_cdc_provider.engine.core.chunk import Chunk
@@ -54,7 +54,7 @@ class TableChunks:
     def of(cls, table: str, chunks: Iterable[Mapping[str, Any]]) -> TableChunks:
         """Divide the chunks of a table in a ledger into cells."""
         ordered = sorted(chunks, key=lambda chunk: int(chunk["index"]))
-        width = math.ceil(len(ordered) / CELLS)
+        width = max(1, math.ceil(len(ordered) / CELLS))
         groups = [(begin, ordered[begin : begin + width]) for begin in range(0, len(ordered), width)]
         return cls(
             table,
@@ -64,36 +64,41 @@ class TableChunks:
             [Cell(_title(group), begin, begin + len(group)) for begin, group in groups],
         )
 
-    def shown(self, finished: Ranges, working: Ranges) -> JsonObject:
-        """Return the table with its cells: the fraction of a cell that is ``done``, and whether it is ``running``.
+    def progress(self, finished: Ranges, working: Ranges) -> tuple[int, bool]:
+        """Return the number of finished chunks, and whether some are being copied.
 
-        :param finished: ranges of chunks, of any table, that jobs have finished since the ledger was written.
-        :param working: ranges of chunks, of any table, that jobs are copying.
+        :param finished: ranges of its chunks that jobs have finished since the ledger was written.
+        :param working: ranges of its chunks that jobs are copying.
         """
+        done, running = self._marks(finished, working)
+        return done.count(1), 1 in running
+
+    def shown(self, finished: Ranges, working: Ranges) -> list[JsonObject]:
+        """Return the cells: the fraction of each that is ``done``, and whether it is ``running``.
+
+        :param finished, working: as in :meth:`progress`.
+        """
+        done, running = self._marks(finished, working)
+        return [
+            {
+                "title": cell.title,
+                "done": round(done.count(1, cell.begin, cell.end) / (cell.end - cell.begin), 3),
+                "running": 1 in running[cell.begin : cell.end],
+            }
+            for cell in self.cells
+        ]
+
+    def _marks(self, finished: Ranges, working: Ranges) -> tuple[bytearray, bytes]:
+        """Return a byte for each chunk that is finished, and one for each that is being copied."""
         done, begun = bytearray(self.finished), bytearray(len(self.finished))
         self._mark(done, finished)
         self._mark(begun, working)
-        running = (int.from_bytes(begun) & ~int.from_bytes(done)).to_bytes(len(done))
-        return {
-            "table": self.table,
-            "chunks": len(done),
-            "finished": done.count(1),
-            "rows": self.rows,
-            "cells": [
-                {
-                    "title": cell.title,
-                    "done": round(done.count(1, cell.begin, cell.end) / (cell.end - cell.begin), 3),
-                    "running": 1 in running[cell.begin : cell.end],
-                }
-                for cell in self.cells
-            ],
-        }
+        return done, (int.from_bytes(begun) & ~int.from_bytes(done)).to_bytes(len(done))
 
     def _mark(self, marks: bytearray, ranges: Ranges) -> None:
-        for table, first, last in ranges:
-            if table == self.table:
-                begin, end = bisect_left(self.indices, first), bisect_right(self.indices, last)
-                marks[begin:end] = b"\1" * (end - begin)
+        for _, first, last in ranges:
+            begin, end = bisect_left(self.indices, first), bisect_right(self.indices, last)
+            marks[begin:end] = b"\1" * (end - begin)
 
 
 @dataclass(frozen=True)
@@ -101,28 +106,60 @@ class Ledger:
     """The tables of a pipeline.
 
     :param epoch: the epoch of the run that wrote the ledger.
+    :param shapes: columns and key of each table; empty in ledgers of older versions.
+    :param targets: for each sink its kind, and schema and name of the target of each table.
     """
 
     epoch: int
     tables: Sequence[TableChunks]
+    shapes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    targets: Sequence[tuple[str, Mapping[str, Sequence[str]]]] = ()
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Ledger:
         """Read a ledger from its JSON object."""
-        tables: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+        targets = [(str(sink.get("type", "")), dict(sink["targets"])) for sink in values.get("sinks", ())]
+        tables: dict[str, list[Mapping[str, Any]]] = {}
         for chunk in values["chunks"]:
-            tables[str(chunk["table"])].append(chunk)
-        return cls(int(values["epoch"]), [TableChunks.of(table, chunks) for table, chunks in tables.items()])
+            tables.setdefault(str(chunk["table"]), []).append(chunk)
+        for label in (label for _, names in targets for label in names):
+            tables.setdefault(label, [])  # without a snapshot, a table has no chunks
+        return cls(
+            int(values["epoch"]),
+            [TableChunks.of(table, chunks) for table, chunks in tables.items()],
+            dict(values.get("tables", {})),
+            targets,
+        )
 
-    def shown(self, beats: Iterable[Heartbeat]) -> list[JsonObject]:
-        """Return the tables, updated by the reports of jobs on their chunks.
+    def progress(self, beats: Iterable[Heartbeat]) -> list[tuple[TableChunks, tuple[int, bool]]]:
+        """Return each table with the progress of its copy, see :meth:`TableChunks.progress`.
 
         :param beats: the jobs' heartbeats; those of earlier runs are ignored.
         """
-        since = [beat for beat in beats if beat.epoch >= self.epoch]
-        finished = [each for beat in since for each in beat.progress.get("finished_chunks", ())]
-        working = [each for beat in since if beat.alive for each in beat.progress.get("running_chunks", ())]
-        return [table.shown(finished, working) for table in self.tables]
+        finished, working = self._ranges(beats)
+        nothing: Ranges = ()
+        return [
+            (table, table.progress(finished.get(table.table, nothing), working.get(table.table, nothing)))
+            for table in self.tables
+        ]
+
+    def cells(self, label: str, beats: Iterable[Heartbeat]) -> JsonObject:
+        """Return the cells of a table, updated by the reports of jobs on their chunks."""
+        finished, working = self._ranges(beats)
+        table = next(table for table in self.tables if table.table == label)
+        return {"cells": table.shown(finished.get(label, ()), working.get(label, ()))}
+
+    def _ranges(self, beats: Iterable[Heartbeat]) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """Return the ranges of chunks that jobs have finished, and those that they are copying, by table."""
+        finished: dict[str, list[Any]] = defaultdict(list)
+        working: dict[str, list[Any]] = defaultdict(list)
+        for beat in beats:
+            if beat.epoch >= self.epoch:
+                for each in beat.progress.get("finished_chunks", ()):
+                    finished[each[0]].append(each)
+                for each in beat.progress.get("running_chunks", ()) if beat.alive else ():
+                    working[each[0]].append(each)
+        return finished, working
 
 
 class Ledgers:

@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, TypeAlias
 
-from airflow_cdc_provider.engine.commands.attention import NEEDED, STARTING
 from airflow_cdc_provider.engine.core.errors import GateClosed, StateDamaged
 from airflow_cdc_provider.engine.core.lsn import parse_lsn
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.postgres.slot_budget import Budget
 from airflow_cdc_provider.engine.postgres.slots import SlotState
 from airflow_cdc_provider.engine.sources.postgres.settings import has_slot, postgres_settings
-from airflow_cdc_provider.engine.state.heartbeat import STREAM, Heartbeat
+from airflow_cdc_provider.engine.state.heartbeat import Heartbeat
+from airflow_cdc_provider.engine.state.submission import Submission
 from airflow_cdc_provider.hooks.views import views_of
+from airflow_cdc_provider.plugins.conditions import condition
+from airflow_cdc_provider.plugins.dags import CdcDag
 from airflow_cdc_provider.plugins.pipeline_files import PipelineFile
 from airflow_cdc_provider.plugins.reports import PipelineReport
 from airflow_cdc_provider.plugins.slot_polls import SlotAnswer
+from airflow_cdc_provider.plugins.tables import list_tables, show_table
 from airflow_cdc_provider.remedy import in_airflow
 
 JsonObject: TypeAlias = dict[str, Any]
@@ -31,37 +35,23 @@ _TREND_POINTS = 32
 _OF_SLOT = ("restart_lsn", "confirmed_flush_lsn", "retained_bytes")
 
 
-def condition(report: PipelineReport, slot: Mapping[str, Any] | None = None) -> str:
-    """Return the state of a pipeline, as in ``airflow-cdc status``, or ``unreadable``.
-
-    :param slot: the known state of its slot.
-    """
-    if report.unreadable is not None:
-        return "unreadable"
-    alive = _alive(report)
-    if alive:
-        if any("restart" in beat.progress for beat in alive):
-            return "restarting"
-        return "streaming" if any(beat.part == STREAM for beat in alive) else "snapshotting"
-    if report.starting:
-        return STARTING
-    if report.error is not None or (slot and slot.get("trouble")):
-        return NEEDED
-    return "stopped" if report.beats else "new"
-
-
-Telling: TypeAlias = Callable[[PipelineFile, PipelineReport, SlotAnswer | None, float], JsonObject]
+Telling: TypeAlias = Callable[[PipelineFile, PipelineReport, SlotAnswer | None, float, CdcDag | None], JsonObject]
 
 
 def guarded(
-    tell: Telling, file: PipelineFile, report: PipelineReport, poll: SlotAnswer | None, now: float
+    tell: Telling,
+    file: PipelineFile,
+    report: PipelineReport,
+    poll: SlotAnswer | None,
+    now: float,
+    dag: CdcDag | None = None,
 ) -> JsonObject:
     """Describe a pipeline; one with unexpected contents in its state is ``unreadable`` and does not affect others.
 
     :param tell: :func:`summarize` or :func:`describe`.
     """
     try:
-        return tell(file, report, poll, now)
+        return tell(file, report, poll, now, dag)
     except Exception as e:  # the files of a state may have any contents
         place = f"{file.pipeline.state}/{_culprit(tell, file, report, now)}" if file.pipeline else str(file.path)
         damaged = StateDamaged(
@@ -69,7 +59,7 @@ def guarded(
             "Delete that file; jobs write it again. If a job of another version writes it, install the same version of"
             " the provider everywhere.",
         )
-        return tell(file, PipelineReport(unreadable=damaged), None, now)
+        return tell(file, PipelineReport(unreadable=damaged), None, now, dag)
 
 
 def _culprit(tell: Telling, file: PipelineFile, report: PipelineReport, now: float) -> str:
@@ -78,7 +68,7 @@ def _culprit(tell: Telling, file: PipelineFile, report: PipelineReport, now: flo
     parts |= {"error.json": PipelineReport(error=report.error), "history": PipelineReport(history=report.history)}
     for name, alone in parts.items():
         try:
-            tell(file, alone, None, now)
+            tell(file, alone, None, now, None)
         except Exception:
             return name
     return "ledger.json"
@@ -93,14 +83,18 @@ def wants_poll(report: PipelineReport, now: float) -> bool:
         return False
 
 
-def summarize(file: PipelineFile, report: PipelineReport, poll: SlotAnswer | None, now: float) -> JsonObject:
+def summarize(
+    file: PipelineFile, report: PipelineReport, poll: SlotAnswer | None, now: float, dag: CdcDag | None = None
+) -> JsonObject:
     """Return a summary of a pipeline for the list.
 
     :param poll: the answer of its server about the slot.
     :param now: seconds since 1970.
+    :param dag: the Dag that runs only this pipeline.
     """
     pipeline = file.pipeline
     common: JsonObject = {"name": file.name, "file": str(file.path), "state": "invalid"}
+    common["dag_id"] = dag.dag_id if dag is not None else None
     if pipeline is None:
         return common | {"error": file.error.as_dict() if file.error else None}
     alive = _alive(report)
@@ -109,8 +103,12 @@ def summarize(file: PipelineFile, report: PipelineReport, poll: SlotAnswer | Non
     slot = _slot(pipeline, report, poll, last)
     fresh = bool(alive) and bool(samples) and now - last["at"] <= FRESH_SECONDS
     snapshot = _snapshot(alive)
+    errors = report.history["errors"] if report.history else []
     return common | {
-        "state": condition(report, slot),
+        **asdict(condition(report, slot, dag)),
+        "captured": list(pipeline.source.captured),
+        "sinks": [{"type": sink.type, "mode": sink.mode} for sink in pipeline.sinks],
+        "last_error": errors[-1] if errors else None,
         "epoch": max((beat.epoch for beat in report.beats), default=None),
         "seen_at": max((beat.at for beat in report.beats), default=None),
         "rows_per_second": snapshot["rows_per_second"] if snapshot else last["rows_per_second"] if fresh else None,
@@ -126,21 +124,22 @@ def summarize(file: PipelineFile, report: PipelineReport, poll: SlotAnswer | Non
     }
 
 
-def describe(file: PipelineFile, report: PipelineReport, poll: SlotAnswer | None, now: float) -> JsonObject:
+def describe(
+    file: PipelineFile, report: PipelineReport, poll: SlotAnswer | None, now: float, dag: CdcDag | None = None
+) -> JsonObject:
     """Return a pipeline with all information on it; see :func:`summarize`."""
-    summary = summarize(file, report, poll, now)
+    summary = summarize(file, report, poll, now, dag)
     pipeline = file.pipeline
     if pipeline is None:
         return summary
     history = report.history or {"samples": [], "batches": [], "errors": []}
     return summary | {
-        "captured": list(pipeline.source.captured),
         "has_slot": has_slot(pipeline),
-        "sinks": [f"{sink.type} ({sink.mode})" for sink in pipeline.sinks],
         "series": _series(history["samples"]),
         "batches": history["batches"][::-1],
         "errors": [_for_readers(error) for error in history["errors"][::-1]],
-        "tables": report.ledger.shown(report.beats) if report.ledger else [],
+        "tables": list_tables(report, summary["state"], summary["error"], has_slot(pipeline)),
+        "stops": [{"at": stop.at, "by": stop.by, "parts": stop.parts} for stop in reversed(report.stops)],
         "views": _views(pipeline, report),
         "jobs": [
             {
@@ -149,10 +148,33 @@ def describe(file: PipelineFile, report: PipelineReport, poll: SlotAnswer | None
                 "epoch": beat.epoch,
                 "at": beat.at,
                 "state": "alive" if beat.alive else "ended" if beat.ended else "lost",
+                **_submitted(report.submissions.get(beat.submission or "")),
             }
             for beat in sorted(report.beats, key=lambda beat: -beat.at)
         ],
     }
+
+
+def describe_table(summary: JsonObject, report: PipelineReport, label: str) -> JsonObject | None:
+    """Return a table of a pipeline, or ``None`` if the pipeline has no such table.
+
+    :param summary: the pipeline as :func:`describe` returns it.
+    """
+    row = next((row for row in summary.get("tables", ()) if row["table"] == label), None)
+    if row is None:
+        return None
+    shown = show_table(report, row, summary["views"])
+    return shown | {"errors": [_for_readers(error) for error in shown["errors"]]}
+
+
+def _submitted(submission: Submission | None) -> JsonObject:
+    """Return the links of a job: its submission, the task that submitted it, and the place of its log."""
+    if submission is None:
+        return {"submission": None, "task": None, "log": None}
+    task = asdict(submission.task) if submission.task is not None else None
+    host = submission.keeper.host.partition("/")[0] if submission.keeper is not None else ""
+    log = f"{submission.log} on {host}" if submission.log else None
+    return {"submission": submission.id, "task": task, "log": log}
 
 
 def _views(pipeline: Pipeline, report: PipelineReport) -> Sequence[JsonObject]:

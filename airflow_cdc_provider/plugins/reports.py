@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,10 @@ from airflow_cdc_provider.engine.runs.run_errors import last_error
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.heartbeat import Heartbeat, read_heartbeats
 from airflow_cdc_provider.engine.state.history import HistoryEntries, read_history
+from airflow_cdc_provider.engine.state.requests import read_requested
+from airflow_cdc_provider.engine.state.stops import StopRequest, read_stops
+from airflow_cdc_provider.engine.state.submission import Submission, read
+from airflow_cdc_provider.engine.state.verification import Verification, read_verification
 from airflow_cdc_provider.plugins.ledgers import Ledger, Ledgers
 from airflow_cdc_provider.plugins.pipeline_files import PipelineFile
 
@@ -34,7 +38,12 @@ class PipelineReport:
 
     :param error: the error that has ended the last run, or a later command.
     :param starting: whether a submitted job has no heartbeat yet.
-    :param ledger: tables with their chunks; read only for the page of one pipeline.
+    :param stop: the last request of a user to stop, if the last job was asked.
+    :param ledger: tables with their chunks; read only for the page of one pipeline, as are the following.
+    :param verified: the last comparison of each table.
+    :param rereads: the tables that requests to read again name.
+    :param submissions: those of the jobs of the heartbeats, by id.
+    :param stops: the last requests of users to stop.
     :param unreadable: the reason why nothing else is known.
     """
 
@@ -43,6 +52,11 @@ class PipelineReport:
     history: HistoryEntries | None = None
     ledger: Ledger | None = None
     starting: bool = False
+    stop: StopRequest | None = None
+    verified: Mapping[str, Verification] = field(default_factory=dict)
+    rereads: frozenset[str] = frozenset()
+    submissions: Mapping[str, Submission] = field(default_factory=dict)
+    stops: Sequence[StopRequest] = ()
     unreadable: CdcError | None = None
 
 
@@ -55,15 +69,32 @@ def read_report(pipeline: Pipeline, ledgers: Ledgers | None = None) -> PipelineR
         with reading(pipeline) as state:
             beats = tuple(read_heartbeats(state))
             alive = any(beat.alive for beat in beats)
-            return PipelineReport(
+            stops = [] if alive and ledgers is None else read_stops(state)
+            report = PipelineReport(
                 beats,
                 last_error(state) if alive else problem_in_state(state, beats),
                 read_history(state),
-                ledgers.of(state) if ledgers is not None else None,
-                not alive and bool(starting(state, beats)),
+                starting=not alive and bool(starting(state, beats)),
+                stop=_last_stop(stops, beats),
+            )
+            if ledgers is None:
+                return report
+            jobs = (read(state, beat.submission) for beat in beats if beat.submission is not None)
+            return replace(
+                report,
+                ledger=ledgers.of(state),
+                verified=read_verification(state),
+                rereads=read_requested(state),
+                submissions={job.id: job for job in jobs if job is not None},
+                stops=stops,
             )
     except CdcError as e:
         return PipelineReport(unreadable=e)
+
+
+def _last_stop(stops: Sequence[StopRequest], beats: Sequence[Heartbeat]) -> StopRequest | None:
+    latest = max(beats, key=lambda beat: beat.at, default=None)
+    return next((stop for stop in reversed(stops) if latest is not None and stop.ended(latest)), None)
 
 
 @contextmanager

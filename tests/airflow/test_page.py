@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,11 +20,16 @@ import jwt
 import pytest
 import yaml
 
+from airflow_cdc_provider.engine.core.errors import ConfigError
+from airflow_cdc_provider.engine.core.table_operations import TableOperations
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.runs.record_copy import write_record_copy
+from airflow_cdc_provider.engine.runs.run_errors import record_error
+from airflow_cdc_provider.engine.runs.table_activity import TableActivity
 from airflow_cdc_provider.engine.state.files import State
+from airflow_cdc_provider.engine.state.heartbeat import Heartbeat, Owner, write_heartbeat
 from airflow_cdc_provider.engine.state.history import read_history
-from tests.airflow.browser import LOOKS, WIDTHS, Browser
+from tests.airflow.browser import LOOKS, WIDTHS, Browser, pale_texts, tab_to
 from tests.airflow.client import Client
 from tests.airflow.server import SECONDS, AirflowUnderTest
 from tests.conftest import Databases
@@ -70,9 +77,9 @@ def shop(airflow: AirflowUnderTest, databases: Databases, tmp_path: Path) -> Ite
     """Return a pipeline that has been copied; its file is in the folder of the page, as ``shop``."""
     tables = ["shop.customers", "shop.orders", "shop.order_lines"]
     stream = {"heartbeat": "1 second", "max_retained_wal": "64MiB"}
-    pipeline = PipelineUnderTest(
-        tmp_path, databases, tables, snapshot={"chunk_rows": 1000}, stream=stream, sink={"views": VIEWS}
-    )
+    slot = f"airflow_cdc_{databases.source.rpartition('/')[2]}"  # those of concurrent tests need different names
+    sections = {"snapshot": {"chunk_rows": 1000}, "stream": stream, "sink": {"views": VIEWS}, "source": {"slot": slot}}
+    pipeline = PipelineUnderTest(tmp_path, databases, tables, pipeline="shop", **sections)
     pipeline.source("CREATE SCHEMA shop")
     for number, table in enumerate(tables, 1):
         pipeline.source(
@@ -82,11 +89,7 @@ def shop(airflow: AirflowUnderTest, databases: Databases, tmp_path: Path) -> Ite
     pipeline.provision()
     pipeline.copy_tables()
     write_record_copy(pipeline.pipeline, State(pipeline.pipeline.state), pipeline.record)
-    source = pipeline.pipeline.source
-    # Slots of concurrent tests need different names; users see the name.
-    pipeline.change(source={"slot": source.slot, "publication": source.publication})
-    text = yaml.safe_dump(pipeline.document | {"pipeline": "shop"})
-    (airflow.pipelines / "shop.yaml").write_text(text, encoding="utf-8")
+    shutil.copy(pipeline.file, airflow.pipelines / "shop.yaml")
     yield pipeline
     pipeline.end_commands()
 
@@ -150,30 +153,90 @@ def test_one_pipeline_is_shown_and_stopped_and_resumed(
             with browser.look("plugin/cdc", first, mode) as page:
                 for width in sorted(WIDTHS, key=lambda width: width != first):
                     page.set_viewport_size({"width": width, "height": 1440 if width > 400 else 1600})
-                    for text in ("streaming", "budget 64.0 MiB", "shop.order_lines", "Recent batches", "None."):
+                    for text in ("live", "of 64.0 MiB, then warn", "shop.order_lines", "Who did what", "None."):
                         page.get_by_text(text).first.wait_for()
                     views = page.get_by_role("region", name="Views")
                     for text in ("dwd.orders_wide", "up-to-date", " ms each", "refreshed every 10 s"):
                         views.get_by_text(text).first.wait_for()
-                    for name in ("Retained WAL: ", "shop.orders: 16 of 16 chunks copied"):
-                        page.get_by_role("img", name=name).wait_for()
+                    page.get_by_role("img", name="Retained log: ").wait_for()
+                    assert not page.get_by_text("End LSN").is_visible()
                     page.get_by_role("button", name="Stop").wait_for()
                     assert_fits(page)
+                    assert pale_texts(page) == []
                     if images and (width, mode) != (390, "dark"):
                         page.screenshot(path=f"{images}/cdc-page-{width}-{mode}.png")
         with browser.look("dags/cdc_shop/plugin/cdc-pipelines") as page:
             page.get_by_role("heading", name="shop", exact=True).wait_for()
             assert_fits(page)
+        with browser.look("plugin/cdc?pipeline=shop") as page:
+            page.get_by_text("Batches, positions and processes").click()
+            page.get_by_text("End LSN").wait_for()
+            page.get_by_role("link", name="shop.orders").click()
+            page.get_by_role("img", name="shop.orders: 16 of 16 chunks copied").wait_for()
+            for text in ("integer not null", "key", "dwd.orders_wide", "dws.orders_by_body"):
+                page.get_by_text(text, exact=True).first.wait_for()
+            page.get_by_role("button", name="Read again").click()
+            page.get_by_role("alertdialog").get_by_text("between two units").wait_for()
+            page.get_by_role("alertdialog").get_by_role("button", name="Read again").click()
+            page.get_by_text("Dag cdc_resnapshot has been triggered.").wait_for()
+            page.get_by_text("rows were read again").wait_for()
+            page.set_viewport_size({"width": WIDTHS[1], "height": 1600})
+            assert_fits(page)
+            assert pale_texts(page) == []
+            if images:
+                page.set_viewport_size({"width": WIDTHS[0], "height": 900})
+                page.screenshot(path=f"{images}/cdc-table-{WIDTHS[0]}-light.png")
     with browser.look("plugin/cdc?pipeline=shop") as page:
-        page.get_by_role("button", name="Stop").click()
-        page.get_by_role("alertdialog").get_by_role("button", name="Stop").click()
+        page.get_by_text("read shop.orders again").wait_for()
+        tab_to(page, "Stop")
+        page.keyboard.press("Enter")
+        page.get_by_role("alertdialog").wait_for()
+        tab_to(page, "Stop")
+        page.keyboard.press("Enter")
         page.get_by_text("Asked to stop: stream.").wait_for()
-        page.get_by_text("stopped", exact=True).wait_for()
+        page.get_by_text(re.compile("stopped by .")).wait_for()
         page.get_by_role("button", name="Resume").click()
+        page.get_by_role("alertdialog").get_by_role("button", name="Resume").click()
         page.get_by_role("link", name="See the run").click()
         page.wait_for_url("**/dags/cdc_shop/runs/**")
     assert stream.wait().code == 0
     assert len(client.runs("cdc_shop")) == 1
+
+
+def test_five_hundred_tables(airflow: AirflowUnderTest, browser: Browser, client: Client) -> None:
+    client.await_dag("cdc_pipeline")
+    document = {"pipeline": "wide", "source": {"conn_id": "a", "tables": ["a.*"]}, "sink": {"conn_id": "b"}}
+    state = State(str(airflow.directory / "wide"))
+    (airflow.pipelines / "wide.yaml").write_text(yaml.safe_dump(document | {"state": state.url}), encoding="utf-8")
+    tables = [f"a.table_{number:03}" for number in range(500)]
+    chunk = {"index": 0, "lower": None, "upper": None, "rows": 7}
+    chunks = [chunk | {"table": table, "finished": table != "a.table_007"} for table in tables]
+    state.write("ledger.json", {"epoch": 1, "sinks": [], "chunks": chunks})
+    activity = TableActivity()
+    activity.add({table: TableOperations(number, 0, 0, time.time()) for number, table in enumerate(tables)})
+    progress = {"activity": activity.as_dict(), "lag_seconds": 0.0}
+    write_heartbeat(state, Heartbeat(Owner.this(), "stream", 1, time.time(), True, progress))
+    error = ConfigError("a.table_042 has a column that is too wide", "Make it narrower.")
+    record_error(state, "stream", error)
+    for width in WIDTHS:
+        with browser.look("plugin/cdc?pipeline=wide", width) as page:
+            rows = page.get_by_role("link", name="a.table_")
+            rows.first.wait_for()
+            assert rows.first.inner_text() == "a.table_042"  # the one that the error names
+            assert pale_texts(page) == []
+            page.get_by_role("button", name="Show all 500 tables").click()
+            assert await_condition(lambda rows=rows: rows.count() == 500, SECONDS)
+            assert_fits(page)
+            page.get_by_label("Search tables").fill("_17")
+            assert await_condition(lambda rows=rows: rows.count() == 10, SECONDS)
+            if width > 400:
+                tab_to(page, "Inserts in total")
+                page.keyboard.press("Enter")
+                page.locator("th[aria-sort=descending]", has_text="Inserts ↓").wait_for()
+                assert rows.first.inner_text() == "a.table_179"
+                tab_to(page, "a.table_179")
+                page.keyboard.press("Enter")
+                page.get_by_role("heading", name="a.table_179").wait_for()
 
 
 @pytest.mark.thorough
@@ -214,6 +277,7 @@ def test_roles_see_what_airflow_lets_them(airflow: AirflowUnderTest, client: Cli
     requests = [
         ("GET", "pipelines"),
         ("GET", "pipelines/shop"),
+        ("GET", "pipelines/shop/tables/a.b"),
         ("POST", "pipelines/shop/stop"),
         ("GET", "pipelines/shop/spark/1?application=app-1"),
         ("GET", "pipelines/shop/spark/1?application=../app"),
@@ -236,11 +300,11 @@ def test_roles_see_what_airflow_lets_them(airflow: AirflowUnderTest, client: Cli
     by_role = {role: answers(token(role)) for role in (None, "viewer", "user")}
 
     assert {role: [answer.status_code for answer in found] for role, found in by_role.items()} == {
-        None: [403, 403, 403, 403, 403],
-        "viewer": [200, 200, 403, 307, 422],
-        "user": [200, 200, 200, 307, 422],
+        None: [403, 403, 403, 403, 403, 403],
+        "viewer": [200, 200, 404, 403, 307, 422],
+        "user": [200, 200, 404, 200, 307, 422],
     }
-    assert [answer.status_code for answer in answers("nonsense")] == [403] * 5
+    assert [answer.status_code for answer in answers("nonsense")] == [403] * 6
     for role, may in (("viewer", False), ("user", True)):
         allowed = by_role[role][1].json()["may"]
         assert (allowed["stop"], allowed["run"]["may_trigger"], allowed["run"]["may_pause"]) == (may, may, may)

@@ -28,6 +28,7 @@ from airflow_cdc_provider.engine.state.submission import Submission, as_outcome,
 from airflow_cdc_provider.hooks.spark_job import SparkJobHook
 from airflow_cdc_provider.operators.stream import CdcStreamOperator
 from airflow_cdc_provider.retry import CdcTaskFailed, CdcTaskRefused
+from tests.support.task_instances import task_instance
 
 pytestmark = pytest.mark.airflow
 
@@ -66,7 +67,7 @@ class Airflow:
         store = SimpleNamespace(get=self.values.get, set=lambda key, value, retention: self.values.update({key: value}))
         return {
             "task_state_store": store,
-            "ti": SimpleNamespace(max_tries=self.max_tries, try_number=self.try_number),
+            "ti": task_instance(self.max_tries, self.try_number),
         }
 
     def run(self) -> AirflowException:

@@ -7,7 +7,6 @@ import traceback
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +35,7 @@ from airflow_cdc_provider.hooks.progress import progress_line
 from airflow_cdc_provider.operators.pipeline import CdcPreflightOperator, CdcProvisionOperator, CdcVerifyOperator
 from airflow_cdc_provider.operators.snapshot import CdcPlanOperator
 from airflow_cdc_provider.operators.stream import CdcStreamOperator
+from tests.support.task_instances import task_instance
 
 pytestmark = pytest.mark.airflow
 
@@ -297,7 +297,7 @@ def test_a_wrong_spark_connection_is_an_error_before_anything_is_begun(
     stored: dict[str, Any] = {}
 
     with pytest.raises(AirflowFailException, match=message):
-        operator.execute({"task_state_store": stored, "ti": SimpleNamespace(max_tries=0, try_number=1)})  # type: ignore[typeddict-item]
+        operator.execute({"task_state_store": stored, "ti": task_instance(0, 1)})  # type: ignore[typeddict-item]
 
     assert not stored
     assert not (tmp_path / "state" / "submissions").exists()
@@ -325,7 +325,7 @@ def test_an_end_that_is_none_is_refused_before_anything_is_begun(pipeline: str, 
     operator = CdcStreamOperator(task_id="t", pipeline=pipeline, until="noon")
 
     with pytest.raises(AirflowFailException, match="'noon' is not valid"):
-        operator.execute({"task_state_store": {}, "ti": SimpleNamespace(max_tries=0, try_number=1)})  # type: ignore[typeddict-item]
+        operator.execute({"task_state_store": {}, "ti": task_instance(0, 1)})  # type: ignore[typeddict-item]
 
     assert not (tmp_path / "state" / "submissions").exists()
 

@@ -22,6 +22,7 @@ from airflow.api_fastapi.core_api.datamodels.plugins import PluginResponse
 from fastapi.testclient import TestClient
 
 from airflow_cdc_provider import __version__
+from airflow_cdc_provider.engine import commands
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres.slots import SlotState
 from airflow_cdc_provider.engine.runs.record_copy import write_record_copy
@@ -30,11 +31,14 @@ from airflow_cdc_provider.engine.state import submission
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.heartbeat import Heartbeat, Owner, write_heartbeat
 from airflow_cdc_provider.engine.state.history import extended
+from airflow_cdc_provider.engine.state.stops import StopRequest
 from airflow_cdc_provider.engine.state.submission import Submission
 from airflow_cdc_provider.plugins import cdc
 from airflow_cdc_provider.plugins.api import STATIC, Pipelines, make_app
+from airflow_cdc_provider.plugins.conditions import LIVE_SECONDS, Condition, condition
+from airflow_cdc_provider.plugins.dags import CdcDag
 from airflow_cdc_provider.plugins.ledgers import CELLS, Ledger, TableChunks
-from airflow_cdc_provider.plugins.overview import condition, describe, summarize, wants_poll
+from airflow_cdc_provider.plugins.overview import describe, summarize, wants_poll
 from airflow_cdc_provider.plugins.pipeline_files import find_pipelines, read_pipeline
 from airflow_cdc_provider.plugins.reports import PipelineReport, Reports, read_report
 from airflow_cdc_provider.plugins.slot_polls import SlotAnswer, SlotPolls
@@ -126,22 +130,33 @@ def test_files_are_found_in_a_folder_or_by_a_glob_and_wrong_ones_say_why(tmp_pat
 # -- contents ------------------------------------------------------------------------------------------
 
 
+ENDED_BEATS = (beat(ended=True),)
+STOPPED = PipelineReport(ENDED_BEATS, stop=StopRequest(1.0, "alice", ["stream"], [THIS]))
+DAG, PAUSED_DAG, SCHEDULED_DAG = CdcDag("d", False), CdcDag("d", True, 9.0), CdcDag("d", False, 9.0)
+
+
 @pytest.mark.parametrize(
-    ("report", "expected"),
+    ("report", "dag", "expected"),
     [
-        (PipelineReport(), "new"),
-        (PipelineReport((beat(),)), "streaming"),
-        (PipelineReport((beat("snapshot-0"), beat("stream", GONE))), "snapshotting"),
-        (PipelineReport((beat(restart={"error": ERROR}),)), "restarting"),
-        (PipelineReport((beat(ended=True),)), "stopped"),
-        (PipelineReport((beat(ended=True),), error=ERROR), "needs attention"),
-        (PipelineReport(error=ERROR), "needs attention"),
-        (PipelineReport((beat(ended=True),), error=ERROR, starting=True), "starting"),
-        (PipelineReport((beat(),), error=ERROR), "streaming"),
+        (PipelineReport(), PAUSED_DAG, Condition("new")),
+        (PipelineReport((beat(),)), PAUSED_DAG, Condition("live")),
+        (PipelineReport((beat(lag_seconds=LIVE_SECONDS + 1),)), DAG, Condition("catching up")),
+        (PipelineReport((beat("snapshot-0"), beat("stream", GONE))), DAG, Condition("copying")),
+        (PipelineReport((beat("resnapshot"), beat("stream", GONE))), DAG, Condition("reading again")),
+        (PipelineReport((beat(restart={"error": ERROR}),)), DAG, Condition("restarting")),
+        (PipelineReport(ENDED_BEATS), None, Condition("idle")),
+        (PipelineReport(ENDED_BEATS), SCHEDULED_DAG, Condition("idle", None, 9.0)),
+        (STOPPED, DAG, Condition("stopped", "alice")),
+        (STOPPED, SCHEDULED_DAG, Condition("idle", "alice", 9.0)),
+        (STOPPED, PAUSED_DAG, Condition("paused", "alice")),
+        (PipelineReport(ENDED_BEATS, error=ERROR), PAUSED_DAG, Condition("failed")),
+        (PipelineReport(error=ERROR), DAG, Condition("failed")),
+        (PipelineReport(ENDED_BEATS, error=ERROR, starting=True), DAG, Condition("starting")),
+        (PipelineReport((beat(),), error=ERROR), DAG, Condition("live")),
     ],
 )
-def test_the_state_of_a_pipeline_in_a_word(report: PipelineReport, expected: str) -> None:
-    assert condition(report) == expected
+def test_the_state_of_a_pipeline_in_a_word(report: PipelineReport, dag: CdcDag | None, expected: Condition) -> None:
+    assert condition(report, None, dag) == expected
 
 
 def test_a_job_that_begins_and_one_that_is_lost_are_told_from_the_state(tmp_path: Path) -> None:
@@ -150,12 +165,12 @@ def test_a_job_that_begins_and_one_that_is_lost_are_told_from_the_state(tmp_path
     state = State(pipeline.state)
     write_heartbeat(state, beat(owner=GONE))
 
-    assert condition(report := read_report(pipeline)) == "needs attention"
+    assert condition(report := read_report(pipeline)).state == "failed"
     assert report.error is not None
     assert report.error["kind"] == "JobLost"
 
     submission.write(state, replace(Submission.new("shop", "stream", ["stream"]), keeper=THIS))
-    assert condition(read_report(pipeline)) == "starting"  # so that it is not resumed
+    assert condition(read_report(pipeline)).state == "starting"  # so that it is not resumed
 
 
 @pytest.mark.parametrize(
@@ -175,7 +190,7 @@ def test_a_pipeline_whose_slot_is_gone_needs_attention(
 
     line = summarize(file, PipelineReport((beat(ended=True),)), SlotAnswer(time.time(), state), time.time())
 
-    assert line["state"] == ("needs attention" if said else "stopped")
+    assert line["state"] == ("failed" if said else "idle")
     assert (line["error"] is not None) is (said is not None)
     if said:
         assert said in line["error"]["message"]
@@ -203,10 +218,10 @@ def test_an_odd_file_in_a_state_takes_down_no_other_pipeline(
 
     told = {line["name"]: line for line in pipelines.all(Anybody())}  # type: ignore[arg-type]
 
-    assert told["sound"]["state"] == "streaming"
+    assert told["sound"]["state"] == "live"
     described = pipelines.describe(read_pipeline(tmp_path / "odd.yaml"))
     if culprit is None:  # such a file counts as missing
-        assert told["odd"]["state"] in ("streaming", "new")
+        assert told["odd"]["state"] in ("live", "new")
     else:
         assert (told["odd"]["state"], described["state"]) == ("unreadable", "unreadable")
         assert f"states/odd/{culprit} has a structure" in told["odd"]["error"]["message"]
@@ -237,7 +252,7 @@ def test_a_pipeline_as_a_line(tmp_path: Path) -> None:
     line = summarize(file, report, None, time.time())
 
     slot = line["slot"]
-    assert (line["state"], line["lag_bytes"], line["lag_seconds"]) == ("streaming", 0x100, 1.5)
+    assert (line["state"], line["lag_bytes"], line["lag_seconds"]) == ("live", 0x100, 1.5)
     assert (slot["acknowledged_bytes"], slot["applied_bytes"], slot["lag_bytes"]) == (0x80, 0x80, 0x100)
     assert (slot["level"], slot["budget_bytes"], slot["applied_lsn"]) == ("warning", 600, "0/200")
     assert line["waiting"] == "for a lock"
@@ -264,10 +279,44 @@ def test_chunks_stand_in_a_bounded_grid_with_those_that_jobs_have_told_of(tmp_pa
     told = describe(file, PipelineReport((job,), ledger=Ledger.of({"epoch": 1, "chunks": chunks})), None, time.time())
 
     large, small = told["tables"]
-    assert len(large["cells"]) <= CELLS
-    assert (large["chunks"], large["finished"]) == (1000, 2)
-    assert [(cell["done"], cell["running"]) for cell in small["cells"]] == [(1, False)] * 3 + [(0, True)]
+    counts = [large[name] for name in ("total", "per_minute", "changed_at", "verified")]
+    assert counts == [[0, 0, 0], None, None, None]
+    assert [(table["state"], table["chunks"], table["finished"]) for table in (large, small)] == [
+        ("copying", 1000, 2),
+        ("copying", 4, 3),
+    ]
+    ledger = Ledger.of({"epoch": 1, "chunks": chunks})
+    assert len(ledger.cells("public.large", [job])["cells"]) <= CELLS
+    cells = ledger.cells("public.small", [job])["cells"]
+    assert [(cell["done"], cell["running"]) for cell in cells] == [(1, False)] * 3 + [(0, True)]
     assert (told["snapshot"]["finished"], told["snapshot"]["eta"]) == (1, 9)
+
+
+@pytest.mark.parametrize(
+    ("report", "states"),
+    [
+        ({"beats": (beat("snapshot-0", running_chunks=[["a.b", 0, 0]]),)}, ["copying", "waiting", "copied"]),
+        ({"beats": (beat(),)}, ["live", "live", "live"]),
+        ({"beats": (beat(),), "rereads": frozenset({"a.bc"})}, ["live", "reading again", "live"]),
+        ({"beats": (beat(ended=True),), "error": ERROR}, ["failed", "failed", "failed"]),
+        ({"beats": ()}, ["new", "new", "new"]),
+    ],
+)
+def test_the_state_of_a_table(tmp_path: Path, report: dict[str, Any], states: list[str]) -> None:
+    """The third has no chunks; an error is the cause of the tables that it names, and of no other ones."""
+    file = read_pipeline(write_file(tmp_path, "shop"))
+    chunks = [{"table": label, "index": 0, "finished": False, "rows": 0} for label in ("a.b", "a.bc")]
+    chunks = [chunk | {"lower": None, "upper": None} for chunk in chunks]
+    sinks = [{"type": "postgres", "targets": {"a.bc": ["x", "bc"], "a.x": ["x", "x"]}}]
+    ledger = Ledger.of({"epoch": 1, "chunks": chunks, "sinks": sinks})
+    if "error" in report:
+        report["error"] = report["error"] | {"message": "the column a.b.c is dropped"}
+
+    told = describe(file, PipelineReport(ledger=ledger, **report), None, time.time())
+
+    assert [table["table"] for table in told["tables"]] == ["a.b", "a.bc", "a.x"]
+    assert [table["state"] for table in told["tables"]] == states
+    assert [bool(table["cause"]) for table in told["tables"]] == ["error" in report, False, False]
 
 
 def test_a_ledger_is_divided_once_for_all_who_look(
@@ -317,7 +366,7 @@ def test_two_hundred_pipelines_take_a_few_reads_each_and_none_again_at_once(
     found = reports.of(files)
     assert reports.of(files) is found
 
-    assert {condition(found[file.path]) for file in files} == {"streaming"}
+    assert {condition(found[file.path]).state for file in files} == {"live"}
     assert reads == {"jobs/stream.json": 200, "error.json": 200, "history/stream.json": 200}
 
 
@@ -377,11 +426,12 @@ def test_who_is_nobody_gets_nothing() -> None:
     requests = [
         ("GET", "/api/pipelines"),
         ("GET", "/api/pipelines/shop"),
+        ("GET", "/api/pipelines/shop/tables/a.b"),
         ("GET", "/api/pipelines/shop/spark/1"),
         ("POST", "/api/pipelines/shop/stop"),
     ]
 
-    assert [page.request(*request).status_code for request in requests] == [401] * 4
+    assert [page.request(*request).status_code for request in requests] == [401] * 5
     assert [page.get(path).status_code for path in ("/docs", "/redoc", "/openapi.json")] == [404] * 3
     assert page.get(f"/static/{__version__}/main.js").headers["content-type"].startswith("text/javascript")
 
@@ -390,7 +440,9 @@ def test_a_real_stream_is_shown_and_after_its_end_its_server_is_asked(
     pipelines: Pipelines, tmp_path: Path, databases: Databases
 ) -> None:
     pipeline = PipelineUnderTest(tmp_path, databases, ["public.t"], snapshot={"chunk_rows": 100})
-    pipeline.source("CREATE TABLE public.t (id int PRIMARY KEY)", "INSERT INTO public.t SELECT generate_series(1, 300)")
+    pipeline.source(
+        "CREATE TABLE public.t (id int PRIMARY KEY, body text)", "INSERT INTO public.t SELECT generate_series(1, 300)"
+    )
 
     def told() -> Any:
         return pipelines.describe(read_pipeline(pipeline.file))
@@ -400,19 +452,32 @@ def test_a_real_stream_is_shown_and_after_its_end_its_server_is_asked(
     pipeline.copy(0, 1, 2)
     write_record_copy(pipeline.pipeline, State(pipeline.pipeline.state), pipeline.record)
     streaming = Streaming(pipeline)
-    streaming.until(lambda: told()["state"] == "streaming" and told()["slot"] is not None, "the stream on the page")
-    pipeline.source("INSERT INTO public.t VALUES (301)")
+    streaming.until(lambda: told()["state"] == "live" and told()["slot"] is not None, "the stream on the page")
+    pipeline.source(
+        "INSERT INTO public.t VALUES (301), (302), (303)",
+        "UPDATE public.t SET body = 'x' WHERE id <= 2",
+        "DELETE FROM public.t WHERE id = 3",
+    )
     streaming.until(lambda: bool(told()["batches"]), "a batch on the page")
+    streaming.until(lambda: told()["tables"][0]["total"] == [3, 2, 1], "the operations on the page")
+    assert commands.verify(pipeline.pipeline)["equal"]
 
     shown = told()
 
     assert shown["slot"]["name"] == pipeline.pipeline.source.slot
     assert "/" in shown["slot"]["restart_lsn"]
     assert "/" in shown["batches"][0]["end_lsn"]
-    assert [(table["table"], table["chunks"], table["finished"]) for table in shown["tables"]] == [("public.t", 3, 3)]
-    assert request_stop(State(pipeline.pipeline.state)) == ["stream"]
+    (row,) = shown["tables"]
+    assert [row[name] for name in ("table", "state", "chunks", "finished")] == ["public.t", "live", 3, 3]
+    assert (row["per_minute"], row["rows"], row["verified"]["equal"]) == ([3, 2, 1], 302, True)
+    assert row["delay"] is not None
+    table = pipelines.describe_table(read_pipeline(pipeline.file), "public.t")
+    assert table["shape"]["columns"] == [["id", "integer", True], ["body", "text", False]]
+    assert (table["shape"]["key"], len(table["cells"]), table["targets"]) == (["id"], 3, ["postgres public.t"])
+    assert request_stop(State(pipeline.pipeline.state), "alice") == ["stream"]
     streaming.join(SECONDS)
-    assert told()["state"] == "stopped"
+    assert (told()["state"], told()["by"], told()["tables"][0]["state"]) == ("stopped", "alice", "stopped")
+    assert told()["stops"][0]["parts"] == ["stream"]
     # By then, the job's report about the slot is older than half a minute.
     later, report = time.time() + 60, read_report(pipeline.pipeline)
     assert wants_poll(report, later)

@@ -183,3 +183,21 @@ def test_a_file_that_is_not_yaml(tmp_path: Any) -> None:
         Pipeline.load(tmp_path / "p.yaml")
     with pytest.raises(ConfigError, match="cannot be read"):
         Pipeline.load(tmp_path / "none.yaml")
+
+
+def test_an_error_in_a_file_names_its_line(tmp_path: Any) -> None:
+    text = (
+        "pipeline: shop\nstate: /tmp/x\nsource:\n  dsn: postgresql://u@h/d\n  tables: [a.b]\n"
+        "sink:\n  - dsn: postgresql://u@h/e\n  - dsn: postgresql://u@h/f\n    views: {dwd.t: {sql: s}}\n"
+    )
+    file = tmp_path / "p.yaml"
+    wrong = [("[a.b]", "1", 5), ("sql: s", "sqll: s", 9), ("/f\n", "/f\n    mode: miror\n", 9), ("/tmp/x", "5", 2)]
+    for old, new, line in wrong:
+        file.write_text(text.replace(old, new))
+        for read in (Pipeline.load, Pipeline.outline):
+            with pytest.raises(ConfigError) as refused:
+                read(file)
+            assert refused.value.message.startswith(f"{file}, line {line}: "), refused.value.message
+    file.write_text(text.replace("state: /tmp/x\n", ""))
+    with pytest.raises(ConfigError, match=r"^state is missing"):
+        Pipeline.load(file)

@@ -30,6 +30,8 @@ from airflow_cdc_provider.engine.state.heartbeat import Heartbeat, Owner, read_h
 from airflow_cdc_provider.engine.state.history import History, read_history
 from airflow_cdc_provider.engine.state.location import clear, refuse_others, require_own, take
 from airflow_cdc_provider.engine.state.requests import outcome, standing, waiting
+from airflow_cdc_provider.engine.state.stops import note_stop
+from airflow_cdc_provider.engine.state.verification import write_verification
 from tests.conftest import Databases
 from tests.support.hdfs import HdfsCluster
 from tests.support.pipelines import PipelineUnderTest
@@ -67,6 +69,9 @@ def fill(state: State) -> list[str]:
     submission.ask_to_stop(state, JOB.id, submission.Asker.AIRFLOW)
     state.write("ledger.json", LEDGER)
     state.write("stop.json", {"owners": [asdict(Owner.this())]})
+    note_stop(state, "alice", ["stream"], [Owner.this()])
+    verified = {"equal": True, "target_rows": 1, "difference_count": 0, "unsettled": 0}
+    write_verification(state, [{"table": "a.b", **verified}])
     history = History(state, "stream", 1)
     history.sample(BEAT.progress)
     history.batch(1, 0.5, 100)
@@ -81,7 +86,7 @@ def fill(state: State) -> list[str]:
         f"{folder}/{name}"
         for folder in ("jobs", "history", "requests", "outcomes", "submissions", "stops")
         for name in os.listdir(Path(state.url.removeprefix("file://")) / folder)
-    ] + ["ledger.json", "stop.json", "error.json", "pipeline.json"]
+    ] + ["ledger.json", "stop.json", "stopped.json", "verified.json", "error.json", "pipeline.json"]
 
 
 def read_everything(state: State) -> None:
@@ -144,7 +149,7 @@ def test_no_odd_file_keeps_others_from_being_read_or_a_job_from_being_stopped(pl
     (root / name).write_text(json.dumps(put(found, path, new)))
 
     read_everything(state)
-    asked = request_stop(state)
+    asked = request_stop(state, "alice")
 
     if not name.startswith(("jobs/", "submissions/", "stops/")):
         assert asked == ["stream"]
@@ -161,7 +166,7 @@ def test_a_truncated_file_is_named_and_left_out(
     for name in names:
         (tmp_path / "state" / name).write_bytes(content)
     read_everything(state)
-    assert request_stop(state) == []
+    assert request_stop(state, "alice") == []
     warned = "\n".join(caplog.messages)
     assert f"Delete that file: `rm -r '{tmp_path}/state/jobs/stream.json'`." in warned
     with pytest.raises(StateDamaged, match=r"jobs/stream\.json has contents that") as damaged:

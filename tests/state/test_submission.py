@@ -162,8 +162,8 @@ def test_a_stop_reaches_jobs_that_airflow_would_begin_again(state: State) -> Non
     failed = submitted(state, id="4", part="snapshot-2", ended_at=1.0, error=FENCED)
     starting = submitted(state, id="5", part="snapshot-3")
 
-    assert request_stop(state) == ["snapshot-3", "stream"]
-    assert request_stop(state) == []
+    assert request_stop(state, "alice") == ["snapshot-3", "stream"]
+    assert request_stop(state, "alice") == []
     jobs = (superseded, died, ended, failed, starting)
     assert [Asker.USER in askers(state, job.id) for job in jobs] == [False, True, False, False, True]
 
@@ -174,7 +174,7 @@ def test_a_stop_reaches_a_live_job_beside_which_another_has_ended(state: State) 
     write_heartbeat(state, beat(live))
     write_heartbeat(state, replace(beat(None), part="snapshot"))
 
-    assert request_stop(state) == ["snapshot", "stream"]
+    assert request_stop(state, "alice") == ["snapshot", "stream"]
 
     submission.end(state, live.id, result={"caught_up": False})
     ended = read(state, live.id)

@@ -31,6 +31,7 @@ from airflow_cdc_provider.operators.stream import CdcStreamOperator
 from airflow_cdc_provider.triggers.job import JobMonitor
 from tests.state.owners import LOST
 from tests.support.submissions import HERE, state
+from tests.support.task_instances import task_instance
 
 __all__ = ["state"]
 
@@ -50,7 +51,7 @@ def stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Cdc
 def context() -> Any:
     stored: dict[str, Any] = {}
     store = SimpleNamespace(get=stored.get, set=lambda key, value, retention: stored.update({key: value}))
-    return {"task_state_store": store, "ti": SimpleNamespace(max_tries=1, try_number=1)}
+    return {"task_state_store": store, "ti": task_instance(1, 1)}
 
 
 def begin(operator: CdcStreamOperator, context: Any, state: State) -> Submission:
@@ -68,7 +69,7 @@ def test_a_job_that_died_is_not_begun_again_once_it_was_asked_to_stop(
     operator = stream(until="stopped")
     job = begin(operator, context, state)
     submission.end(state, job.id, error=LOST)
-    request_stop(state)
+    request_stop(state, "alice")
 
     assert operator.execute(context)["caught_up"] is False
     assert len(state.names("submissions")) == 1

@@ -23,6 +23,7 @@ from airflow_cdc_provider.operators.spark import CdcSparkOperator
 from airflow_cdc_provider.triggers.job import SparkJobTrigger
 from tests.support.patience import SECONDS
 from tests.support.pipelines import PipelineUnderTest
+from tests.support.task_instances import task_instance
 
 
 class Task:
@@ -37,7 +38,7 @@ class Task:
     @property
     def context(self) -> Any:
         store = SimpleNamespace(get=self.values.get, set=lambda key, value, retention: self.values.update({key: value}))
-        instance = SimpleNamespace(max_tries=self.max_tries, try_number=1)
+        instance = task_instance(self.max_tries, 1)
         return {"task_state_store": store, "ti": instance, "outlet_events": self.events}
 
     def defer(self) -> SparkJobTrigger:

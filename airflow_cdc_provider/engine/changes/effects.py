@@ -39,6 +39,7 @@ from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.core.mvcc_snapshot import Snapshot
 from airflow_cdc_provider.engine.core.row_changes import Changes
 from airflow_cdc_provider.engine.core.table import Table
+from airflow_cdc_provider.engine.core.table_operations import TableOperations
 
 AskChunks = Callable[[Table, Sequence[tuple[str, ...]], Sequence[pa.Array]], NDArray[np.int64]]
 AskMembers = Callable[[Table, Sequence[tuple[str, ...]], Sequence[pa.Array]], Sequence[tuple[int, int]]]
@@ -69,11 +70,13 @@ class PieceEffects:
     :param split_truncates: tables that have to be read again because of a truncate: some of their rows were read after
         it and others before, or it emptied only some of their partitions.
     :param changes: by table, the changes in the piece, before filter and collapse.
+    :param operations: by table, which of them are inserts, updates and deletes.
     """
 
     effects: tuple[Effect, ...]
     split_truncates: frozenset[str]
     changes: Mapping[str, int]
+    operations: Mapping[str, TableOperations]
 
 
 def effects(
@@ -94,8 +97,11 @@ def effects(
     result: list[Effect] = []
     split_truncates: set[str] = set()
     counted: Counter[str] = Counter()
+    operations: dict[str, TableOperations] = {}
     for table, changes in _by_table(decoded, tables):
         counted[table.label] += len(changes.op)
+        more = TableOperations.of(changes.op, changes.commit_ts)
+        operations[table.label] = operations.get(table.label, TableOperations()) + more
         filter_ = filters.get(table.label, TableFilter())
         key = tuple(_index(table, name) for name in table.key)
         truncated_at = -1
@@ -116,7 +122,7 @@ def effects(
             rows = _changelog_rows(changes, halves, kept, key, table, filter_)
         if rows.num_rows or truncated_at >= 0:
             result.append(Effect(table.label, truncated_at >= 0, rows, fresh))
-    return PieceEffects(tuple(result), frozenset(split_truncates), counted)
+    return PieceEffects(tuple(result), frozenset(split_truncates), counted, operations)
 
 
 def between(changes: Changes, since: LogPosition, before: LogPosition) -> Changes:

@@ -13,6 +13,7 @@ from airflow_cdc_provider.engine.sinks.contract import KeepsViews
 from airflow_cdc_provider.engine.sources.contract import TellTable, source_of
 from airflow_cdc_provider.engine.state.files import State
 from airflow_cdc_provider.engine.state.heartbeat import is_streaming
+from airflow_cdc_provider.engine.state.verification import write_verification
 
 
 def verify(pipeline: Pipeline, *, report: Report = silent) -> dict[str, Any]:
@@ -23,8 +24,10 @@ def verify(pipeline: Pipeline, *, report: Report = silent) -> dict[str, Any]:
 
     with noting_errors(pipeline, "verify", ends_run=False):
         existing_record(pipeline)  # without a record there is nothing to compare
-        live = is_streaming(State(pipeline.state))
+        state = State(pipeline.state)
+        live = is_streaming(state)
         result = source_of(pipeline).verify(live, report_progress)
+        write_verification(state, result["tables"])
         views = _compare_views(pipeline, report_progress)
         return {
             **result,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import getpass
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,7 +45,15 @@ def findings_dict(finding: Finding) -> dict[str, Any]:
 
 def stop(pipeline: Pipeline) -> dict[str, Any]:
     """Ask the running job to end after its current unit."""
-    return {"asked": request_stop(State(pipeline.state))}
+    return {"asked": request_stop(State(pipeline.state), _user())}
+
+
+def _user() -> str:
+    """Return the name of the user on the command line; in a container, the id may have no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"user {os.getuid()}"
 
 
 def skip(

@@ -30,6 +30,7 @@ from airflow_cdc_provider.engine.core.section_values import (
     parse_bytes,
     parse_bytes_or_zero,
 )
+from airflow_cdc_provider.engine.pipeline.file_position import naming_line
 from airflow_cdc_provider.engine.pipeline.kinds import Naming, SinkSettings, SourceSettings, SparkBound
 from airflow_cdc_provider.engine.pipeline.registry import as_type, is_type, sink_plugin, source_kind
 from airflow_cdc_provider.engine.pipeline.settings import (
@@ -128,9 +129,11 @@ class Pipeline:
 
         :param path: a YAML file.
         :param environment: the environment in which ``${NAME}`` and ``AIRFLOW_CONN_<CONN_ID>`` are looked up.
-        :raises ConfigError: if the file is invalid; names the key's path and valid values.
+        :raises ConfigError: if the file is invalid; names the line, the key's path and valid values.
         """
-        return cls.parse(_read_document(path), environment)
+        document = _read_document(path)
+        with naming_line(path):
+            return cls.parse(document, environment)
 
     @classmethod
     def outline(cls, path: str | os.PathLike[str]) -> Pipeline:
@@ -140,7 +143,9 @@ class Pipeline:
 
         :raises ConfigError: as :meth:`load`.
         """
-        return cls.parse(_read_document(path), resolve=False)
+        document = _read_document(path)
+        with naming_line(path):
+            return cls.parse(document, resolve=False)
 
     @classmethod
     def parse(cls, document: object, environment: Mapping[str, str] = os.environ, *, resolve: bool = True) -> Pipeline:

@@ -13,6 +13,7 @@ from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import values_hidden
 from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.record import Record, require_kind
+from airflow_cdc_provider.engine.core.table import Table
 from airflow_cdc_provider.engine.core.typed_json import as_type
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
 from airflow_cdc_provider.engine.runs.commit_records import existing_record, sink_of
@@ -56,7 +57,8 @@ def write_record_copy(pipeline: Pipeline, state: State, record: Record) -> None:
         "epoch": record.epoch,
     }
     take(state, pipeline.name)
-    state.write(_FILE, made | {"chunks": chunks})
+    shapes = {target.table.label: _shape(target.table) for target in record.targets}
+    state.write(_FILE, made | {"tables": shapes, "chunks": chunks})
     failpoint("after-ledger")
 
 
@@ -67,7 +69,14 @@ def _shown(chunk: Chunk) -> dict[str, Any]:
 
 def _made(branch: Pipeline, record: Record) -> dict[str, Any]:
     targets = {target.table.label: [target.schema, target.name] for target in record.targets}
-    return {"sink": sink_of(branch).identity(), "mode": record.identity["mode"], "targets": targets}
+    mode = record.identity["mode"]
+    return {"sink": sink_of(branch).identity(), "type": branch.sink.type, "mode": mode, "targets": targets}
+
+
+def _shape(table: Table) -> dict[str, Any]:
+    """Return a table's definition; only information for users."""
+    columns = [[column.name, column.type, column.not_null] for column in table.columns]
+    return {"columns": columns, "key": list(table.key), "replica_identity": table.replica_identity}
 
 
 def read_grid(state: State) -> list[dict[str, Any]]:

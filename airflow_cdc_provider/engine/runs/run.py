@@ -48,6 +48,7 @@ from airflow_cdc_provider.engine.runs.run_errors import (
 )
 from airflow_cdc_provider.engine.runs.single_writer import refuse_second_writer, require_epoch, take_epoch
 from airflow_cdc_provider.engine.runs.source import attached
+from airflow_cdc_provider.engine.runs.table_activity import TableActivity
 from airflow_cdc_provider.engine.sinks.contract import Sink
 from airflow_cdc_provider.engine.state import submission
 from airflow_cdc_provider.engine.state.files import State
@@ -57,6 +58,7 @@ from airflow_cdc_provider.engine.state.heartbeat import (
     Heartbeat,
     Owner,
     forget_heartbeats,
+    read_heartbeat,
     write_heartbeat,
 )
 from airflow_cdc_provider.engine.state.history import History
@@ -101,6 +103,7 @@ class Run:
         self.budget = BudgetWatch(budget_of(pipeline), self.source.slot)
         self.history = History(state, part, epoch)
         self.lag = lag or Lag()
+        self.activity = TableActivity()
         self._rate = Rate()
         self._vitals = _Vitals()
         self.restarts = 0
@@ -189,7 +192,8 @@ class Run:
         progress = {**self.progress, **self.lag.as_dict(), "restarts": self.restarts, "progressed": progressed}
         if "changes" in progress:  # a stream is idle most of the time, so its average rate is meaningless
             progress["rows_per_second"] = self._rate.of(progress["changes"])
-        return progress | ({"views": self.views} if self.views else {})
+        activity = self.activity.as_dict()
+        return progress | ({"views": self.views} if self.views else {}) | ({"activity": activity} if activity else {})
 
     def beat(self, ended: bool = False) -> None:
         """Write the heartbeat, and check for a request to stop."""
@@ -301,6 +305,8 @@ def run_part(pipeline: Pipeline, part: str, epoch: int | None, takeover: bool = 
     with _signals(run), serving(pipeline, part, run.epoch, run.report) as run.metrics_port:
         state.remove(ERROR_FILE)
         forget_heartbeats(state, record.epoch, "snapshot-")
+        if (former := read_heartbeat(state, part)) is not None:
+            run.activity.resume(former.progress.get("activity", {}))
         run.beat()
         thread = threading.Thread(target=run.keep_beating, name="heartbeat", daemon=True)
         thread.start()

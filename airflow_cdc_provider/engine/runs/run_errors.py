@@ -20,6 +20,7 @@ from airflow_cdc_provider.engine.state.heartbeat import (
     read_heartbeats,
 )
 from airflow_cdc_provider.engine.state.history import History
+from airflow_cdc_provider.engine.state.stops import note_stop
 
 STOP_FILE = "stop.json"
 ERROR_FILE = "error.json"
@@ -76,11 +77,12 @@ def _owners(values: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def request_stop(state: State) -> list[str]:
+def request_stop(state: State, by: str) -> list[str]:
     """Ask the jobs that are alive to end after their current unit, and Airflow not to restart those that died.
 
     Later jobs are not affected.
 
+    :param by: the user who asks.
     :returns: the parts that were asked.
     """
     alive = [beat for beat in read_heartbeats(state) if beat.alive]
@@ -94,4 +96,7 @@ def request_stop(state: State) -> list[str]:
     submitted |= {beat.submission: beat.part for beat in alive if beat.submission is not None}
     for id_ in submitted:
         submission.ask_to_stop(state, id_, submission.Asker.USER)
-    return sorted({*(beat.part for beat in alive), *submitted.values()})
+    parts = sorted({*(beat.part for beat in alive), *submitted.values()})
+    if parts:
+        note_stop(state, by, parts, [beat.owner for beat in alive])
+    return parts

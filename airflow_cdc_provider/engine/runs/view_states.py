@@ -65,6 +65,7 @@ def _state(
     return {
         "view": label,
         "state": _condition(newest, visible),
+        "tables": sorted(shown.view.columns) if shown is not None else [],
         "built_percent": _built_percent(newest),
         "as_of": as_of,
         "behind": visible is not None and visible.behind is not None,

@@ -9,6 +9,7 @@ from typing import Any
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.lsn import LogPosition
 from airflow_cdc_provider.engine.core.record import Target
+from airflow_cdc_provider.engine.core.table_operations import TableOperations
 from airflow_cdc_provider.engine.postgres.server_identity import ServerIdentity
 
 
@@ -57,6 +58,7 @@ class StagedPiece:
     :param high: the highest high watermark of all reads that served as filters.
     :param truncates: by oid of a leaf, the last transaction that truncated it.
     :param changes_by_table: as ``changes``, by label of the captured table.
+    :param operations: by label, which of these are inserts, updates and deletes; empty if the source does not tell.
     """
 
     start: str
@@ -69,6 +71,7 @@ class StagedPiece:
     high: LogPosition
     truncates: Mapping[int, int] = field(default_factory=dict)
     changes_by_table: Mapping[str, int] = field(default_factory=dict)
+    operations: Mapping[str, TableOperations] = field(default_factory=dict)
 
 
 class MissingValues(Exception):

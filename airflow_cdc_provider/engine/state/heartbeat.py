@@ -89,6 +89,16 @@ class _Restart:
     error: dict[str, str]
 
 
+@dataclass(frozen=True)
+class _Activity:
+    inserts: int
+    updates: int
+    deletes: int
+    per_minute: tuple[int, int, int]
+    changed_at: float
+    applied_at: float
+
+
 _PROGRESS: dict[str, Any] = {
     **dict.fromkeys(("changes", "chunks", "finished", "rows", "restarts", "seconds"), float),
     **dict.fromkeys(("lag_bytes", "lag_seconds", "rows_per_second", "eta_seconds", "batch_seconds"), float | None),
@@ -99,6 +109,7 @@ _PROGRESS: dict[str, Any] = {
     "slot": dict[str, Any] | None,
     "tables": dict[str, int],
     "restart": _Restart,
+    "activity": dict[str, _Activity],
     "views": list[dict[str, Any]],
     "waiting": str | None,
 }

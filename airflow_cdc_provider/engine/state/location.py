@@ -13,7 +13,7 @@ from airflow_cdc_provider.engine.state.files import SPARKS, State
 _OWNER = "pipeline.json"
 _JSON = re.compile(r".+\.json")
 _TEMPORARY = re.compile(r"\..+\.json\.[0-9a-f]{32}|\..+\.(jar|py)\.[0-9a-f]{32}")
-_FILES = re.compile(r"(pipeline|ledger|error|stop|provisioning)\.json")
+_FILES = re.compile(r"(pipeline|ledger|error|stop|stopped|provisioning|verified)\.json")
 _FOLDERS = {
     **dict.fromkeys(("jobs", "starting", "history", "requests", "outcomes", "submissions", "stops"), _JSON),
     "engine": re.compile(r"[0-9a-f]{12}\.(jar|py)"),

@@ -21,6 +21,7 @@ from airflow_cdc_provider.engine.state.heartbeat import STREAM, read_heartbeats
 
 REQUESTS = "requests"
 OUTCOMES = "outcomes"
+_REREADS = 20
 
 
 class Standing(StrEnum):
@@ -75,6 +76,25 @@ def standing(state: State, name: str) -> Standing:
     if _left(state, name):
         return Standing.BUSY if alive else Standing.ORPHANED
     return Standing.FREE if STREAM in alive or not alive else Standing.BUSY
+
+
+def read_requested(state: State) -> frozenset[str]:
+    """Return the labels of the tables that requests name and that have not been read again yet."""
+    found = [state.read_sound(name, as_request) for name in state.names(REQUESTS)]
+    return frozenset(label for each in found if each is not None for label in each["tables"])
+
+
+def read_rereads(state: State, table: str) -> list[dict[str, Any]]:
+    """Return the re-reads of a table among the latest requests, oldest first.
+
+    :returns: ``at`` in seconds since 1970, the number of ``rows``, and ``error``, a message or ``None``.
+    """
+    outcomes = (state.read_sound(name, as_outcome) for name in state.names(OUTCOMES)[-_REREADS:])
+    return [
+        {"at": each["ended_at"], "rows": each["rows"].get(table), "error": each.get("error", {}).get("message")}
+        for each in outcomes
+        if each is not None and (table in each["rows"] or table in each.get("error", {}).get("message", ""))
+    ]
 
 
 def request_file(folder: str, name: str) -> str:

@@ -70,6 +70,17 @@ KILLERS = frozenset({Asker.AIRFLOW, Asker.WATCHER})
 
 
 @dataclass(frozen=True)
+class TaskAddress:
+    """The task of Airflow that submitted a job, and its try."""
+
+    dag_id: str
+    run_id: str
+    task_id: str
+    map_index: int
+    try_number: int
+
+
+@dataclass(frozen=True)
 class Submission:
     """A submitted job, from its submission to its end.
 
@@ -85,6 +96,7 @@ class Submission:
     :param application: id of its Spark application; written at its end.
     :param cluster: whether its driver runs on a cluster, where it outlives its keeper.
     :param hosts: names and addresses of the host on which the keeper started it, where its Spark UI may be.
+    :param task: the task that submitted it; ``None`` in files of older versions.
     """
 
     id: str
@@ -101,6 +113,7 @@ class Submission:
     application: str | None = None
     cluster: bool = False
     hosts: list[str] = field(default_factory=list)
+    task: TaskAddress | None = None
 
     @classmethod
     def new(cls, pipeline: str, part: str, command: list[str]) -> Submission:

@@ -50,7 +50,7 @@ function stretches(points) {
  * @param {number[]} at seconds since 1970, ascending.
  * @param {(number|null)[]} values
  * @param {(value: number) => string} format
- * @param {{value: number, text: string}} [limit] a horizontal line; at the top edge if the values are far below it.
+ * @param {{value: number, text: string}} [limit] a horizontal line; left out if the values are far below it.
  */
 export function Chart({ title, at, values, format, binary = false, limit, palette = "blue", height = 150 }) {
   const [ref, width] = useWidth();
@@ -69,8 +69,8 @@ function Plot({ title, points, format, binary, limit, palette, height, width, ho
   const from = points[0][0];
   const to = points.at(-1)[0];
   const most = Math.max(...points.map(([, value]) => value));
-  const near = limit && limit.value <= 4 * most;
-  const top = 1.15 * Math.max(near ? limit.value : 0, most, binary ? 1024 : 4);
+  const shown = limit && limit.value <= 4 * most ? limit : null;
+  const top = 1.15 * Math.max(shown ? shown.value : 0, most, binary ? 1024 : 4);
   const [right, bottom] = [width - MARGIN.right, height - MARGIN.bottom];
   const x = (time) => MARGIN.left + ((right - MARGIN.left) * (time - from)) / (to - from || 1);
   const y = (value) => bottom - ((bottom - MARGIN.top) * value) / top;
@@ -83,7 +83,6 @@ function Plot({ title, points, format, binary, limit, palette, height, width, ho
     setHovered(points.reduce((best, point) => (Math.abs(point[0] - time) < Math.abs(best[0] - time) ? point : best)));
   };
   const stroke = color(`${palette}.border`);
-  const limitY = near ? y(limit.value) : MARGIN.top;
   return h(
     React.Fragment,
     null,
@@ -121,12 +120,12 @@ function Plot({ title, points, format, binary, limit, palette, height, width, ho
         }),
       ),
       parts.map((part) => h("path", { key: part[0][0], d: line(part), fill: "none", style: { stroke, strokeWidth: 1.5, strokeLinejoin: "round" } })),
-      limit &&
+      shown &&
         h(
           "g",
           null,
-          h("line", { x1: MARGIN.left, x2: right, y1: limitY, y2: limitY, style: { stroke: color("red.border"), strokeDasharray: "5 4" } }),
-          h("text", { x: right - 2, y: limitY + 13, textAnchor: "end", style: { ...label, fill: color("fg.error") } }, near ? limit.text : `${limit.text}, above`),
+          h("line", { x1: MARGIN.left, x2: right, y1: y(shown.value), y2: y(shown.value), style: { stroke: color("red.border"), strokeDasharray: "5 4" } }),
+          h("text", { x: right - 2, y: y(shown.value) + 13, textAnchor: "end", style: { ...label, fill: color("red.fg") } }, shown.text),
         ),
       hovered &&
         h(

@@ -1,12 +1,15 @@
-// One pipeline: its current state, its slot over time, chunks, batches and errors.
+// One pipeline: its current state, its tables, views, runs and errors, its log over time, and details for operators.
 
 import { ChakraUI, React, h, usePolled, useWidth } from "./host.js";
 import { Actions } from "./actions.js";
 import { Chart } from "./chart.js";
-import { ago, bytes, clock, count, decimal, duration, moment } from "./format.js";
-import { BudgetBar, Nothing, Panel, Problem, ProgressBar, Prose, StateBadge, levelPalette } from "./parts.js";
+import { ago, bytes, clock, count, decimal, duration, moment, share } from "./format.js";
+import { Details, Facts, Loading, Nothing, PageLink, Panel, Problem, ProgressBar, Prose, StateBadge, levelPalette } from "./parts.js";
+import { Runs } from "./runs.js";
+import { TablePage, useTable } from "./table.js";
+import { Tables } from "./tables.js";
 
-const { Badge, Box, Button, Flex, Heading, NativeSelect, SimpleGrid, Spinner, Table, Text } = ChakraUI;
+const { Badge, Box, Button, Flex, Heading, Link, NativeSelect, SimpleGrid, Table, Text } = ChakraUI;
 const { useState } = React;
 
 const SECONDS = 5;
@@ -16,9 +19,9 @@ const FEW = 8;
 export function Detail({ name, trail }) {
   const { value: pipeline, error, reload } = usePolled(`cdc/api/pipelines/${encodeURIComponent(name)}`, SECONDS);
   const [ref, width] = useWidth();
-  if (!pipeline) {
-    return h(Box, null, trail, error ? h(Problem, { error, title: `${name} cannot be shown` }) : h(Flex, { justify: "center", p: 10 }, h(Spinner, { "aria-label": "Loading" })));
-  }
+  const table = useTable();
+  if (!pipeline) return h(Box, null, trail, error ? h(Problem, { error, title: `${name} cannot be shown` }) : h(Loading));
+  if (table !== null) return h(TablePage, { alone: trail === null, key: table, name: table, pipeline, reload });
   return h(
     Flex,
     { direction: "column", gap: 4, minWidth: 0, ref },
@@ -30,11 +33,11 @@ export function Detail({ name, trail }) {
         Flex,
         { align: "center", gap: 3, wrap: "wrap" },
         h(Heading, { as: "h1", overflowWrap: "anywhere", size: "xl" }, pipeline.name),
-        h(StateBadge, { state: pipeline.state }),
+        h(StateBadge, { now: pipeline.now, pipeline }),
         h(Text, { color: "fg.muted", flex: 1, fontSize: "sm", minWidth: "120px" }, pipeline.seen_at == null ? "" : `seen ${ago(pipeline.seen_at, pipeline.now)}`),
         pipeline.may && h(Actions, { pipeline, reload }),
       ),
-      h(Text, { color: "fg.muted", fontSize: "xs", mt: 1, overflowWrap: "anywhere" }, describeFile(pipeline)),
+      h(Origins, { pipeline }),
     ),
     error && h(Problem, { error, status: "warning", title: "The server does not answer; the data shown may be outdated" }),
     h(Troubles, { pipeline }),
@@ -42,7 +45,29 @@ export function Detail({ name, trail }) {
   );
 }
 
-const describeFile = ({ file, captured, sinks }) => `${file}${captured ? ` · ${captured.join(", ")} · ${sinks.join(", ")}` : ""}`;
+/** Where the pipeline is described, and where it runs: file, sinks, Dag, and the task and Spark application of its job. */
+function Origins({ pipeline: { name, file, sinks, may, jobs } }) {
+  const job = jobs?.find(({ state }) => state === "alive");
+  const parts = [
+    h(Text, { as: "span", key: "file" }, file),
+    sinks && h(Text, { as: "span", key: "sinks" }, sinks.map(({ type, mode }) => `${type} (${mode})`).join(", ")),
+    may?.run && h(PageLink, { key: "dag", to: `/dags/${may.run.dag_id}` }, `Dag ${may.run.dag_id}`),
+    job?.task && h(PageLink, { key: "run", to: `/dags/${job.task.dag_id}/runs/${encodeURIComponent(job.task.run_id)}` }, "Dag run"),
+    job?.task && h(PageLink, { key: "task", to: taskPath(job.task) }, "Task log"),
+    job?.submission && h(SparkLink, { job, key: "spark", name }),
+  ].filter(Boolean);
+  return h(Flex, { color: "fg.muted", columnGap: 3, fontSize: "xs", mt: 1, overflowWrap: "anywhere", wrap: "wrap" }, parts);
+}
+
+const taskPath = ({ dag_id, run_id, task_id, map_index }) =>
+  `/dags/${dag_id}/runs/${encodeURIComponent(run_id)}/tasks/${encodeURIComponent(task_id)}${map_index < 0 ? "" : `/mapped/${map_index}`}`;
+
+const SparkLink = ({ name, job }) =>
+  h(
+    Link,
+    { color: "fg.info", href: new URL(`cdc/api/pipelines/${encodeURIComponent(name)}/spark/${job.submission}`, document.baseURI).href, rel: "noreferrer", target: "_blank" },
+    job.state === "alive" ? "Spark UI" : "Spark history",
+  );
 
 function Troubles({ pipeline: { error, restart, waiting, slot, now } }) {
   const next = restart && `attempt ${restart.attempt} of ${restart.of} begins in ${duration(Math.max(0, restart.next_attempt_at - now))}`;
@@ -66,46 +91,47 @@ const NotRun = ({ pipeline: { file, may } }) =>
 
 function Body({ pipeline, width }) {
   const wide = width >= 900;
-  const copied = pipeline.tables.every((table) => table.finished === table.chunks);
   return h(
     React.Fragment,
     null,
-    h(Facts, { pipeline }),
-    pipeline.slot && h(Slot, { pipeline }),
-    !copied && h(Snapshot, { pipeline }),
+    h(Facts, { facts: factsOf(pipeline) }),
+    pipeline.snapshot && h(Snapshot, { snapshot: pipeline.snapshot }),
+    h(Tables, { narrow: width < 760, now: pipeline.now, tables: pipeline.tables }),
     pipeline.views.length > 0 && h(Views, { views: pipeline.views }),
-    h(SimpleGrid, { alignItems: "start", columns: wide ? 2 : 1, gap: 4 }, h(Errors, { errors: pipeline.errors, now: pipeline.now }), h(Batches, { batches: pipeline.batches })),
-    copied && pipeline.tables.length > 0 && h(Snapshot, { pipeline }),
-    h(Jobs, { jobs: pipeline.jobs, now: pipeline.now }),
+    h(SimpleGrid, { alignItems: "start", columns: wide ? 2 : 1, gap: 4 }, h(Runs, { pipeline }), h(Errors, { errors: pipeline.errors, now: pipeline.now })),
+    pipeline.slot && h(SourceLog, { pipeline }),
+    h(Panel, { title: "Jobs" }, h(Jobs, { name: pipeline.name, jobs: pipeline.jobs, now: pipeline.now }), h(Details, { title: "Batches, positions and processes" }, h(Batches, { batches: pipeline.batches }), h(Processes, { jobs: pipeline.jobs }))),
   );
 }
 
-function Facts({ pipeline: { lag_bytes, lag_messages, lag_seconds, has_slot, rows_per_second, slot, snapshot, batches, now } }) {
+function factsOf({ lag_bytes, lag_messages, lag_seconds, has_slot, rows_per_second, slot, snapshot, tables, batches, now }) {
+  const sum = tables.reduce((all, { per_minute: minute }) => all + (minute ? minute[0] + minute[1] + minute[2] : 0), 0);
+  const counted = tables.some(({ per_minute: minute }) => minute);
   const [batch] = batches;
-  const facts = [
-    has_slot ? ["Lag", bytes(lag_bytes), lag_seconds == null ? "of log not applied" : `${duration(lag_seconds)} behind`] : ["Lag", count(lag_messages), "messages not read"],
-    ["Rows/s", count(rows_per_second ?? snapshot?.rows_per_second), snapshot ? "copied" : "applied"],
-    has_slot && ["Retained WAL", bytes(slot?.retained_bytes), slot?.budget_bytes ? `budget ${bytes(slot.budget_bytes)}, then ${slot.budget_action}` : "on the source"],
+  return [
+    has_slot
+      ? ["Lag", lag_seconds == null ? bytes(lag_bytes) : duration(lag_seconds), lag_seconds == null ? "of log not applied" : `${bytes(lag_bytes)} of log not applied`]
+      : ["Lag", count(lag_messages), "messages not read"],
+    ["Tables", count(tables.length), `${count(tables.filter(({ finished, chunks }) => finished === chunks).length)} copied`],
     snapshot
-      ? ["Snapshot", `${snapshot.finished} of ${snapshot.chunks}`, snapshot.eta == null ? "chunks" : `chunks, ${duration(snapshot.eta)} left`]
-      : ["Last batch", count(batch?.changes), batch ? `changes in ${duration(batch.seconds)}, ${ago(batch.at, now)}` : "none yet"],
+      ? ["Copied", `${count(snapshot.rows_per_second)}/s`, "rows per second"]
+      : counted
+        ? ["Changes", `${count(sum)}/min`, `${count(rows_per_second)} per second now`]
+        : ["Last changes", count(batch?.changes), batch ? ago(batch.at, now) : "none yet"],
+    has_slot && ["Retained log", bytes(slot?.retained_bytes), budgetText(slot)],
   ].filter(Boolean);
-  return h(
-    SimpleGrid,
-    { gap: 3, minChildWidth: "125px" },
-    facts.map(([title, value, help]) =>
-      h(
-        Box,
-        { bg: "bg.panel", borderRadius: "md", borderWidth: 1, key: title, px: 3, py: 3 },
-        h(Text, { color: "fg.muted", fontSize: "xs" }, title),
-        h(Text, { fontSize: { base: "xl", md: "2xl" }, fontVariantNumeric: "tabular-nums", fontWeight: "semibold", lineHeight: "short" }, value),
-        h(Text, { color: "fg.muted", fontSize: "xs" }, help),
-      ),
-    ),
-  );
 }
 
-function Slot({ pipeline: { slot, series, now } }) {
+const budgetText = (slot) => (slot?.budget_bytes ? `${Math.round(share(slot.retained_bytes, slot.budget_bytes))} % of ${bytes(slot.budget_bytes)}, then ${slot.budget_action}` : "on the source");
+
+const Snapshot = ({ snapshot: { chunks, finished, eta, rows } }) =>
+  h(
+    Panel,
+    { aside: h(Text, { color: "fg.muted", fontSize: "xs" }, `${count(finished)} of ${count(chunks)} chunks, ${count(rows)} rows${eta == null ? "" : `, ${duration(eta)} left`}`), title: "Copy" },
+    h(ProgressBar, { done: finished, label: "Chunks copied", whole: chunks }),
+  );
+
+function SourceLog({ pipeline: { slot, series, now } }) {
   const [range, setRange] = useState("3 hours");
   const first = series.at.findIndex((at) => at >= (series.at.at(-1) ?? 0) - RANGES[range]);
   const from = (name) => series[name].slice(Math.max(0, first));
@@ -113,11 +139,11 @@ function Slot({ pipeline: { slot, series, now } }) {
   return h(
     Panel,
     {
-      title: `Slot ${slot.name}`,
+      title: "Log of the source",
       aside: h(
         Flex,
         { align: "center", gap: 3, wrap: "wrap" },
-        h(Text, { color: "fg.muted", fontSize: "xs" }, [slot.wal_status, slot.active == null ? null : slot.active ? "active" : "not read", `seen ${ago(slot.at, now)}`].filter(Boolean).join(" · ")),
+        h(Text, { color: "fg.muted", fontSize: "xs" }, [slot.active == null ? null : slot.active ? "being read" : "not read", `seen ${ago(slot.at, now)}`].filter(Boolean).join(" · ")),
         h(
           NativeSelect.Root,
           { size: "xs", width: "110px" },
@@ -126,8 +152,7 @@ function Slot({ pipeline: { slot, series, now } }) {
         ),
       ),
     },
-    slot.restart_lsn && h(Ruler, { slot }),
-    h(Title, null, "Retained WAL"),
+    h(Title, null, `Retained log${slot.budget_bytes ? `, ${budgetText(slot)}` : ""}`),
     h(Chart, {
       at,
       binary: true,
@@ -135,7 +160,7 @@ function Slot({ pipeline: { slot, series, now } }) {
       height: 170,
       limit: slot.budget_bytes && { text: `budget ${bytes(slot.budget_bytes)}`, value: slot.budget_bytes },
       palette: levelPalette(slot),
-      title: "Retained WAL",
+      title: "Retained log",
       values: from("retained_bytes"),
     }),
     h(
@@ -144,6 +169,7 @@ function Slot({ pipeline: { slot, series, now } }) {
       h(Box, { minWidth: 0 }, h(Title, null, "Lag"), h(Chart, { at, binary: true, format: bytes, height: 120, palette: "purple", title: "Lag", values: from("lag_bytes") })),
       h(Box, { minWidth: 0 }, h(Title, null, "Rows/s"), h(Chart, { at, format: count, height: 120, palette: "green", title: "Rows per second", values: from("rows_per_second") })),
     ),
+    slot.restart_lsn && h(Details, { title: `Positions of slot ${slot.name}${slot.wal_status ? `, ${slot.wal_status}` : ""}` }, h(Ruler, { slot })),
   );
 }
 
@@ -184,48 +210,6 @@ function Ruler({ slot }) {
   );
 }
 
-function Snapshot({ pipeline: { tables, snapshot } }) {
-  const [all, setAll] = useState(false);
-  const sum = (key) => tables.reduce((total, table) => total + table[key], 0);
-  const [chunks, finished] = [sum("chunks"), sum("finished")];
-  // Tables in progress come first.
-  const order = [...tables].sort((a, b) => (a.finished === a.chunks) - (b.finished === b.chunks));
-  const shown = all ? order : order.slice(0, FEW);
-  const eta = snapshot?.eta == null ? "" : `, ${duration(snapshot.eta)} left`;
-  return h(
-    Panel,
-    { aside: h(Text, { color: "fg.muted", fontSize: "xs" }, `${count(finished)} of ${count(chunks)} chunks, ${count(sum("rows"))} rows${eta}`), title: "Snapshot" },
-    h(ProgressBar, { done: finished, label: "Chunks copied", mb: 3, whole: chunks }),
-    shown.map((table) =>
-      h(
-        Box,
-        { key: table.table, mb: 3 },
-        h(
-          Flex,
-          { fontSize: "xs", gap: 3, justify: "space-between", mb: 1, wrap: "wrap" },
-          h(Text, { fontWeight: "medium", overflowWrap: "anywhere" }, table.table),
-          h(Text, { color: "fg.muted" }, `${count(table.finished)} of ${count(table.chunks)} · ${count(table.rows)} rows`),
-        ),
-        h(
-          Flex,
-          { "aria-label": `${table.table}: ${table.finished} of ${table.chunks} chunks copied`, gap: "2px", role: "img", wrap: "wrap" },
-          table.cells.map(({ title, done, running }) =>
-            h(Box, {
-              bg: running ? "running.solid" : done === 0 ? "bg.emphasized" : "success.solid",
-              borderRadius: "2px",
-              boxSize: "10px",
-              key: title,
-              opacity: running || done === 0 ? 1 : 0.35 + 0.65 * done,
-              title: `${title}: ${running ? "being copied" : done === 1 ? "copied" : done ? `${Math.round(100 * done)} % copied` : "not copied yet"}`,
-            }),
-          ),
-        ),
-      ),
-    ),
-    h(More, { all, number: order.length, setAll, what: "tables" }),
-  );
-}
-
 const VIEW_STATES = {
   waiting: { palette: "scheduled", text: "It is built once the tables are consistent" },
   building: { palette: "running", text: "Its rows are being computed for the first time" },
@@ -247,7 +231,7 @@ function Views({ views }) {
         h(
           Flex,
           { align: "center", columnGap: 3, fontSize: "sm", wrap: "wrap" },
-          h(Text, { fontWeight: "medium", overflowWrap: "anywhere" }, view.view),
+          h(Text, { fontWeight: "medium", overflowWrap: "anywhere", title: view.as_of && `as of ${view.as_of}` }, view.view),
           h(Badge, { colorPalette: VIEW_STATES[view.state]?.palette, size: "xs", title: VIEW_STATES[view.state]?.text, variant: "solid" }, view.state),
           h(Text, { color: "fg.muted", fontSize: "xs", overflowWrap: "anywhere" }, describeView(view)),
         ),
@@ -258,11 +242,10 @@ function Views({ views }) {
   );
 }
 
-const describeView = ({ as_of, anchors_per_unit, built_percent, milliseconds_per_unit, queued, refresh, sink, units }) =>
+const describeView = ({ anchors_per_unit, built_percent, milliseconds_per_unit, queued, refresh, sink, units }) =>
   [
     sink,
     built_percent < 100 && `${decimal(built_percent)} % built`,
-    as_of && `as of ${as_of}`,
     queued > 0 && `${count(queued)} queued`,
     units > 0 && `${count(units)} units, ${decimal(anchors_per_unit)} ${anchors_per_unit === 1 ? "anchor" : "anchors"} and ${decimal(milliseconds_per_unit)} ms each`,
     refresh && `refreshed every ${duration(refresh)}`,
@@ -275,34 +258,33 @@ const More = ({ all, setAll, number, what }) =>
 
 function Batches({ batches }) {
   const [all, setAll] = useState(false);
+  if (batches.length === 0) return h(Text, { color: "fg.muted", fontSize: "sm" }, "No batch has been applied yet.");
   return h(
-    Panel,
-    { title: "Recent batches" },
-    batches.length === 0
-      ? h(Text, { color: "fg.muted", fontSize: "sm" }, "No batch has been applied yet.")
-      : h(
-          Table.ScrollArea,
+    Box,
+    null,
+    h(
+      Table.ScrollArea,
+      null,
+      h(
+        Table.Root,
+        { "aria-label": "Recent batches", css: { "& th, & td": { fontSize: "xs", px: 0.5, py: 1.5 } }, size: "sm" },
+        h(Table.Header, null, h(Table.Row, { bg: "transparent" }, ["Time", "Changes", "Duration", "End LSN"].map((title, i) => h(Table.ColumnHeader, { key: title, textAlign: i ? "end" : "start" }, title)))),
+        h(
+          Table.Body,
           null,
-          h(
-            Table.Root,
-            { css: { "& th, & td": { fontSize: "xs", px: 0.5, py: 1.5 } }, size: "sm" },
-            h(Table.Header, null, h(Table.Row, { bg: "transparent" }, ["Time", "Changes", "Duration", "End LSN"].map((title, i) => h(Table.ColumnHeader, { key: title, textAlign: i ? "end" : "start" }, title)))),
+          batches.slice(0, all ? undefined : FEW).map((batch, i) =>
             h(
-              Table.Body,
-              null,
-              batches.slice(0, all ? undefined : FEW).map((batch, i) =>
-                h(
-                  Table.Row,
-                  { bg: "transparent", key: `${batch.at} ${i}` },
-                  h(Table.Cell, { title: moment(batch.at) }, clock(batch.at)),
-                  h(Table.Cell, { textAlign: "end" }, count(batch.changes)),
-                  h(Table.Cell, { textAlign: "end", whiteSpace: "nowrap" }, duration(batch.seconds)),
-                  h(Table.Cell, { fontFamily: "mono", fontSize: "xs", textAlign: "end" }, batch.end_lsn),
-                ),
-              ),
+              Table.Row,
+              { bg: "transparent", key: `${batch.at} ${i}` },
+              h(Table.Cell, { title: moment(batch.at) }, clock(batch.at)),
+              h(Table.Cell, { textAlign: "end" }, count(batch.changes)),
+              h(Table.Cell, { textAlign: "end", whiteSpace: "nowrap" }, duration(batch.seconds)),
+              h(Table.Cell, { fontFamily: "mono", fontSize: "xs", textAlign: "end" }, batch.end_lsn),
             ),
           ),
         ),
+      ),
+    ),
     h(More, { all, number: batches.length, setAll, what: "batches" }),
   );
 }
@@ -321,7 +303,7 @@ function Errors({ errors, now }) {
             h(
               Flex,
               { align: "baseline", gap: 2, wrap: "wrap" },
-              h(Text, { color: "fg.error", fontWeight: "semibold" }, error.kind),
+              h(Text, { color: "red.fg", fontWeight: "semibold" }, error.kind),
               error.count > 1 && h(Badge, { size: "xs" }, `× ${error.count}`),
               h(Text, { color: "fg.muted", fontSize: "xs", title: moment(error.at) }, `${error.part}, ${ago(error.at, now)}`),
             ),
@@ -335,17 +317,20 @@ function Errors({ errors, now }) {
 
 const JOB_PALETTES = { alive: "success", ended: "queued", lost: "failed" };
 
-const Jobs = ({ jobs, now }) =>
-  h(
-    Panel,
-    { title: "Jobs" },
-    jobs.map((job) =>
-      h(
-        Flex,
-        { align: "center", columnGap: 3, fontSize: "sm", key: job.part, py: 1, wrap: "wrap" },
-        h(Text, { fontWeight: "medium", minWidth: "90px" }, job.part),
-        h(Badge, { colorPalette: JOB_PALETTES[job.state], size: "xs", variant: "solid" }, job.state),
-        h(Text, { color: "fg.muted", fontSize: "xs", overflowWrap: "anywhere" }, `${job.owner} · epoch ${job.epoch} · heartbeat ${ago(job.at, now)}`),
-      ),
+const Jobs = ({ jobs, name, now }) =>
+  jobs.map((job) =>
+    h(
+      Flex,
+      { align: "center", columnGap: 3, fontSize: "sm", key: job.part, py: 1, wrap: "wrap" },
+      h(Text, { fontWeight: "medium", minWidth: "90px" }, job.part),
+      h(Badge, { colorPalette: JOB_PALETTES[job.state], size: "xs", variant: "solid" }, job.state),
+      h(Text, { color: "fg.muted", fontSize: "xs" }, `heard ${ago(job.at, now)}`),
+      job.task && h(Text, { fontSize: "xs" }, h(PageLink, { to: taskPath(job.task) }, `Log of task ${job.task.task_id}`)),
+      job.submission && h(Text, { fontSize: "xs" }, h(SparkLink, { job, name })),
     ),
+  );
+
+const Processes = ({ jobs }) =>
+  jobs.map((job) =>
+    h(Text, { color: "fg.muted", fontSize: "xs", key: job.part, mt: 1, overflowWrap: "anywhere" }, [`${job.part}: ${job.owner}`, `epoch ${job.epoch}`, job.log && `log ${job.log}`].filter(Boolean).join(" · ")),
   );

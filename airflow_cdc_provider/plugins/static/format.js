@@ -34,4 +34,7 @@ export const clock = (at) => new Date(at * 1000).toLocaleTimeString([], { hour: 
 export const moment = (at) =>
   new Date(at * 1000).toLocaleString([], { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" });
 
+/** A moment to come: the time, with the day unless it is within a day. */
+export const soon = (at, now) => (at - now < 86400 ? clock(at).slice(0, 5) : moment(at).replace(/:\d\d$/, ""));
+
 export const share = (part, whole) => (whole ? Math.min(100, (100 * part) / whole) : 0);

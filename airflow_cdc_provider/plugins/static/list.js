@@ -2,8 +2,8 @@
 
 import { ChakraUI, React, ReactRouterDOM, h } from "./host.js";
 import { Spark } from "./chart.js";
-import { ago, bytes, count, duration } from "./format.js";
-import { BudgetBar, ProgressBar, STATES, StateBadge, levelPalette, urgency } from "./parts.js";
+import { ago, bytes, count, duration, soon } from "./format.js";
+import { BudgetBar, PageLink, ProgressBar, STATES, StateBadge, levelPalette, urgency } from "./parts.js";
 
 const { Box, Button, ButtonGroup, Flex, Input, Link, Table, Text } = ChakraUI;
 const { useMemo, useState } = React;
@@ -14,9 +14,12 @@ const GROUPS = { attention: "Need attention", running: "Running", idle: "Idle" }
 const COLUMNS = [
   { key: "name", title: "Pipeline", of: (p) => p.name },
   { key: "state", title: "State", of: urgency },
-  { key: "lag", title: "Lag", of: (p) => p.lag_messages ?? p.lag_bytes, number: true },
+  { key: "tables", title: "Tables", of: (p) => tablesText(p) },
+  { key: "sink", title: "Sink", of: (p) => sinksText(p) },
+  { key: "dag", title: "Dag", of: (p) => p.dag_id },
+  { key: "lag", title: "Lag", of: (p) => p.lag_seconds ?? p.lag_messages ?? p.lag_bytes, number: true },
   { key: "rate", title: "Rows/s", of: (p) => p.rows_per_second, number: true },
-  { key: "retained", title: "Retained WAL", of: (p) => p.slot?.retained_bytes, number: true },
+  { key: "retained", title: "Retained log", of: (p) => p.slot?.retained_bytes, number: true },
   { key: "seen", title: "Last seen", of: (p) => p.seen_at, number: true },
 ];
 
@@ -37,7 +40,7 @@ export function PipelineList({ pipelines, now, to, narrow }) {
   const shown = useMemo(() => {
     const wanted = text.trim().toLowerCase();
     const found = pipelines.filter(
-      (p) => (!group || STATES[p.state].group === group) && (!wanted || `${p.name} ${p.state} ${p.slot?.name ?? ""}`.toLowerCase().includes(wanted)),
+      (p) => (!group || STATES[p.state].group === group) && (!wanted || [p.name, p.state, p.by, p.dag_id, p.slot?.name, sinksText(p), tablesText(p)].join(" ").toLowerCase().includes(wanted)),
     );
     return sorted(found, order);
   }, [pipelines, text, group, order]);
@@ -60,7 +63,7 @@ export function PipelineList({ pipelines, now, to, narrow }) {
           ),
         ),
       ),
-      pipelines.length > 5 &&
+      pipelines.length > 1 &&
         h(Input, { "aria-label": "Search pipelines", flex: 1, maxWidth: narrow ? "full" : "sm", minWidth: "160px", onChange: (event) => setText(event.target.value), placeholder: "Search pipelines", size: "sm", type: "search", value: text }),
     ),
     shown.length === 0
@@ -103,9 +106,12 @@ function Lines({ pipelines, now, to, order, setOrder }) {
         h(
           Table.Row,
           { key: p.file },
-          h(Table.Cell, { maxWidth: "360px" }, h(Name, { pipeline: p, to }), h(Remark, { pipeline: p })),
-          h(Table.Cell, null, h(StateBadge, { state: p.state }), h(SnapshotProgress, { snapshot: p.snapshot })),
-          h(Table.Cell, { textAlign: "end", whiteSpace: "nowrap" }, lagSize(p), p.lag_seconds != null && h(Text, { color: "fg.muted", fontSize: "xs" }, duration(p.lag_seconds))),
+          h(Table.Cell, { maxWidth: "360px" }, h(Name, { pipeline: p, to }), h(Remark, { now, pipeline: p })),
+          h(Table.Cell, null, h(StateBadge, { now, pipeline: p }), h(SnapshotProgress, { snapshot: p.snapshot })),
+          h(Table.Cell, { maxWidth: "200px" }, h(Text, { lineClamp: 2, overflowWrap: "anywhere", title: p.captured?.join(", ") }, tablesText(p))),
+          h(Table.Cell, null, sinksText(p)),
+          h(Table.Cell, { maxWidth: "200px", overflowWrap: "anywhere" }, p.dag_id && h(PageLink, { to: `/dags/${p.dag_id}` }, p.dag_id), p.next_run && h(Text, { color: "fg.muted", fontSize: "xs" }, `next run ${soon(p.next_run, now)}`)),
+          h(Table.Cell, { textAlign: "end", whiteSpace: "nowrap" }, lagText(p)),
           h(Table.Cell, { textAlign: "end" }, count(p.rows_per_second)),
           h(Table.Cell, { textAlign: "end" }, h(Retained, { pipeline: p })),
           h(Table.Cell, { color: "fg.muted", textAlign: "end", whiteSpace: "nowrap" }, ago(p.seen_at, now)),
@@ -118,16 +124,18 @@ function Lines({ pipelines, now, to, order, setOrder }) {
 /** A pipeline on a narrow screen. */
 function Line({ pipeline: p, now, to }) {
   const facts = [
-    (p.lag_messages ?? p.lag_bytes) != null && ["lag", `${lagSize(p)}${p.lag_seconds == null ? "" : ` · ${duration(p.lag_seconds)}`}`],
+    p.captured && ["tables", tablesText(p)],
+    p.sinks && ["to", sinksText(p)],
+    lagText(p) !== "–" && ["lag", lagText(p)],
     p.rows_per_second != null && ["rows/s", count(p.rows_per_second)],
     p.slot?.retained_bytes != null && ["retains", bytes(p.slot.retained_bytes)],
-    !["streaming", "snapshotting"].includes(p.state) && p.seen_at != null && ["seen", ago(p.seen_at, now)],
+    STATES[p.state].group !== "running" && p.seen_at != null && ["seen", ago(p.seen_at, now)],
   ].filter(Boolean);
   return h(
     Box,
     { borderTopWidth: 1, py: 2 },
-    h(Flex, { align: "center", gap: 2, justify: "space-between" }, h(Name, { pipeline: p, to }), h(StateBadge, { state: p.state })),
-    h(Remark, { pipeline: p }),
+    h(Flex, { align: "center", gap: 2, justify: "space-between" }, h(Name, { pipeline: p, to }), h(StateBadge, { now, pipeline: p })),
+    h(Remark, { now, pipeline: p }),
     facts.length > 0 &&
       h(
         Flex,
@@ -139,7 +147,11 @@ function Line({ pipeline: p, now, to }) {
   );
 }
 
-const lagSize = (p) => (p.lag_messages == null ? bytes(p.lag_bytes) : `${count(p.lag_messages)} messages`);
+const lagText = (p) => (p.lag_messages != null ? `${count(p.lag_messages)} messages` : p.lag_seconds != null ? duration(p.lag_seconds) : bytes(p.lag_bytes));
+
+const tablesText = ({ captured }) => (captured == null ? "" : captured.length > 2 && captured.every((name) => !/[*?[]/.test(name)) ? `${captured.length} tables` : captured.join(", "));
+
+const sinksText = ({ sinks }) => sinks?.map(({ type, mode }) => `${type} (${mode})`).join(", ") ?? "";
 
 const Name = ({ pipeline, to }) =>
   h(
@@ -148,9 +160,9 @@ const Name = ({ pipeline, to }) =>
     h(ReactRouterDOM.Link, { style: { overflow: "hidden", textOverflow: "ellipsis" }, to: to(pipeline) }, pipeline.name),
   );
 
-const Remark = ({ pipeline: { error, waiting } }) => {
-  const text = error?.message ?? waiting;
-  return text && h(Text, { color: error ? "fg.error" : "fg.warning", fontSize: "xs", lineClamp: 2, overflowWrap: "anywhere", title: text }, text);
+const Remark = ({ pipeline: { error, waiting, last_error: last }, now }) => {
+  const text = error?.message ?? waiting ?? (last && `${ago(last.at, now)}: ${last.message}`);
+  return text && h(Text, { color: error ? "red.fg" : waiting ? "orange.fg" : "fg.muted", fontSize: "xs", lineClamp: 2, overflowWrap: "anywhere", title: text }, text);
 };
 
 const SnapshotProgress = ({ snapshot }) =>

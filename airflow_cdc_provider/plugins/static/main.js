@@ -3,9 +3,9 @@
 import { ChakraUI, React, ReactRouterDOM, h, send, usePolled, useWidth } from "./host.js";
 import { Detail } from "./detail.js";
 import { PipelineList } from "./list.js";
-import { Nothing, Problem, Prose } from "./parts.js";
+import { Nothing, Problem, Prose, Trail } from "./parts.js";
 
-const { Box, Flex, Heading, Link, Spinner, Text } = ChakraUI;
+const { Box, Flex, Heading, Link, Spinner } = ChakraUI;
 const { useEffect, useState } = React;
 
 const SECONDS = 10;
@@ -37,7 +37,7 @@ function Page({ dagId }) {
     Box,
     { "data-cdc": true, height: "100%", overflowX: "hidden", overflowY: "auto", p: width && width < NARROW ? 3 : 5, ref, scrollbarGutter: "stable" },
     name
-      ? h(Detail, { key: name, name, trail: pipelines?.length === 1 ? null : h(Trail, { name }) })
+      ? h(Detail, { key: name, name, trail: pipelines?.length === 1 ? null : h(Trail, { links: [["All pipelines", ""]], name }) })
       : h(All, { dagId, error, narrow: width < NARROW, pipelines, value }),
   );
 }
@@ -68,15 +68,6 @@ const Empty = ({ place }) =>
       { as: "pre", bg: "bg.muted", borderRadius: "md", fontSize: "xs", mt: 4, p: 3, textAlign: "left", whiteSpace: "pre-wrap" },
       "pipeline: shop\nsource:\n  conn_id: shop_pg\n  tables: [public.orders]\nsink:\n  conn_id: warehouse_pg\nstate: file:///var/lib/airflow-cdc/shop",
     ),
-  );
-
-const Trail = ({ name }) =>
-  h(
-    Flex,
-    { "aria-label": "Breadcrumb", as: "nav", fontSize: "sm", gap: 2, mb: 1 },
-    h(Link, { asChild: true, color: "fg.info" }, h(ReactRouterDOM.Link, { to: { search: "" } }, "All pipelines")),
-    h(Text, { "aria-hidden": true, color: "fg.muted" }, "/"),
-    h(Text, { color: "fg.muted", overflowWrap: "anywhere" }, name),
   );
 
 globalThis.AirflowPlugin = Page;

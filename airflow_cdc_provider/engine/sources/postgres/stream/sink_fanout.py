@@ -101,9 +101,9 @@ class SinkFanout:
         for writer in self._writers:
             with self._naming_sink(writer.run):
                 writer.write_batch(pieces, waiting)
-        gained, tables = max(
+        gained, tables, operations = max(
             (
-                (writer.changes - had, writer.tables - by_table)
+                (writer.changes - had, writer.tables - by_table, writer.operations)
                 for writer, (had, by_table) in zip(self._writers, before, strict=True)
             ),
             key=lambda gain: gain[0],
@@ -111,6 +111,7 @@ class SinkFanout:
         if gained:
             self.changes += gained
             self.tables += tables
+            self._run.activity.add(operations)
             self.batch_seconds = time.monotonic() - started
             self.seconds += self.batch_seconds
             self._run.history.batch(gained, self.batch_seconds, self.applied)

@@ -167,6 +167,7 @@ class StagingTask:
             self.high,
             {c.relation.oid: int(c.xid[c.op == ord("t")][-1]) for c in decoded if (c.op == ord("t")).any()},
             net.changes,
+            net.operations,
         )
 
 

@@ -25,6 +25,7 @@ from airflow_cdc_provider.engine.core.failpoint import failpoint
 from airflow_cdc_provider.engine.core.lsn import LOG_END, LOG_START, Lsn, format_lsn
 from airflow_cdc_provider.engine.core.record import Record, Target, target_of
 from airflow_cdc_provider.engine.core.table import Table
+from airflow_cdc_provider.engine.core.table_operations import TableOperations
 from airflow_cdc_provider.engine.runs.commit_records import existing_record
 from airflow_cdc_provider.engine.runs.run import Run
 from airflow_cdc_provider.engine.sinks.staged import MissingValues, StagedPiece
@@ -57,12 +58,14 @@ class UnitWriter(SchemaFollower):
     :param staging: stages the batches.
     :ivar changes: row changes committed.
     :ivar tables: the same by table.
+    :ivar operations: those of the last batch, by table.
     """
 
     def __init__(self, run: Run, record: Record, staging: Staging) -> None:
         super().__init__(run, record)
         self.changes = 0
         self.tables: Counter[str] = Counter()
+        self.operations: dict[str, TableOperations] = {}
         self._staging = staging
         self._pipelined_commits = PipelinedCommits(run.sink, run.epoch)
         self._parts: list[StagedPiece] = []
@@ -99,6 +102,7 @@ class UnitWriter(SchemaFollower):
         """
         # The stream may send again what only another sink lacks; this sink leaves it out.
         self._since, followed = self.applied, Counter[tuple[str, int]]()
+        self.operations = {}
         while True:
             try:
                 self._write_unit(pieces, None)
@@ -157,6 +161,8 @@ class UnitWriter(SchemaFollower):
         for piece in unit:
             self.changes += piece.changes
             self.tables.update(piece.changes_by_table)
+            for label, more in piece.operations.items():
+                self.operations[label] = self.operations.get(label, TableOperations()) + more
 
     def _next_task(self) -> StagingTask:
         """Return how the next batch would be staged, if nothing changes before."""
