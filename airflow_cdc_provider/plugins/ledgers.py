@@ -122,7 +122,7 @@ class Ledger:
         tables: dict[str, list[Mapping[str, Any]]] = {}
         for chunk in values["chunks"]:
             tables.setdefault(str(chunk["table"]), []).append(chunk)
-        for label in (label for _, names in targets for label in names):
+        for label in values.get("tables", {}):
             tables.setdefault(label, [])  # without a snapshot, a table has no chunks
         return cls(
             int(values["epoch"]),

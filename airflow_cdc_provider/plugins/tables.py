@@ -87,7 +87,7 @@ def _counts(changed: Mapping[str, Any] | None, streaming: bool) -> JsonObject:
 
 
 def _state(chunks: TableChunks, finished: int, running: bool, report: PipelineReport, state: str) -> str:
-    if chunks.table in report.rereads:
+    if chunks.table in report.rereads and any(beat.alive for beat in report.beats):
         return "reading again"
     if finished == len(chunks.indices):
         return "copied" if state in _COPY else state

@@ -186,7 +186,7 @@ def test_a_pipeline_is_triggered_from_its_form_and_paused_and_verified_on_the_pa
         page.get_by_role("button", name="Pause").click()
         page.get_by_role("alertdialog").get_by_role("button", name="Pause").click()
         page.get_by_text(f"Asked to stop: stream. Dag {DAG} is paused.").wait_for()
-        page.get_by_text("stopped", exact=True).wait_for()
+        page.get_by_text("stopped", exact=True).first.wait_for()
         # The rest of the run waits.
         assert client.state(DAG, run, "verify") is None
         client.pause(DAG, False)

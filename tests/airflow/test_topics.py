@@ -61,7 +61,7 @@ def test_topics_are_read_and_compared_and_shown(
     with browser.look(f"plugin/cdc?pipeline={pipeline.name}") as page:
         page.get_by_text(pipeline.topic).first.wait_for()
         page.get_by_text("messages not read").wait_for()
-        page.get_by_text("stopped", exact=True).wait_for()
+        page.get_by_text("idle", exact=True).first.wait_for()
 
     pipeline.target("UPDATE t SET total = 9 WHERE id = 'b'")
     compared = client.trigger(VERIFY, given)

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 
 import psycopg
 
+from airflow_cdc_provider.engine.core.waiting import await_condition
+from tests.support.patience import SECONDS
 from tests.support.pipelines import PipelineUnderTest
 from tests.support.threads import Stoppable
 
@@ -85,6 +87,16 @@ def writing(dsn: str, pause: float = 0.03) -> Iterator[list[Writer]]:
     finally:
         for writer in writers:
             writer.stop()
+
+
+def await_transactions(writers: Sequence[Writer], count: int) -> None:
+    """Wait until writers have committed a number of further transactions."""
+
+    def committed() -> int:
+        return sum(writer.transactions for writer in writers)
+
+    before = committed()
+    assert await_condition(lambda: committed() >= before + count, SECONDS)
 
 
 def assert_exactly_once(pipeline: PipelineUnderTest, table: str = "public.t", least: int = 100) -> None:

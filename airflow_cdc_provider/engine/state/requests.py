@@ -85,15 +85,17 @@ def read_requested(state: State) -> frozenset[str]:
 
 
 def read_rereads(state: State, table: str) -> list[dict[str, Any]]:
-    """Return the re-reads of a table among the latest requests, oldest first.
+    """Return the re-reads of a table among the latest requests to streams, oldest first.
 
-    :returns: ``at`` in seconds since 1970, the number of ``rows``, and ``error``, a message or ``None``.
+    Those that failed are not among them, because the history has their errors.
+
+    :returns: ``at`` in seconds since 1970, and the number of ``rows``.
     """
     outcomes = (state.read_sound(name, as_outcome) for name in state.names(OUTCOMES)[-_REREADS:])
     return [
-        {"at": each["ended_at"], "rows": each["rows"].get(table), "error": each.get("error", {}).get("message")}
+        {"at": each["ended_at"], "rows": each["rows"][table]}
         for each in outcomes
-        if each is not None and (table in each["rows"] or table in each.get("error", {}).get("message", ""))
+        if each is not None and table in each["rows"]
     ]
 
 

@@ -24,7 +24,8 @@ function useRuns(pipeline) {
         JSON.parse(dags).map(async ([what, dag, shared]) => {
           if (!dag) return [];
           try {
-            const { dag_runs: runs } = await send("GET", `api/v2/dags/${encodeURIComponent(dag)}/dagRuns?order_by=-run_after&limit=25`, undefined, controller.signal);
+            const mine = shared ? `&conf_contains=${encodeURIComponent(pipeline.file)}` : "";
+            const { dag_runs: runs } = await send("GET", `api/v2/dags/${encodeURIComponent(dag)}/dagRuns?order_by=-run_after&limit=25${mine}`, undefined, controller.signal);
             return runs.filter(({ conf }) => !shared || conf?.pipeline === pipeline.file).map((run) => ({ what, run }));
           } catch {
             return [];

@@ -118,7 +118,7 @@ const Views = ({ views }) =>
 const History = ({ table: { errors, rereads, verified } }) => {
   const events = [
     ...errors.map((error) => ({ at: error.at, color: "red.fg", text: `${error.kind}: ${error.message}` })),
-    ...rereads.map(({ at, rows, error }) => ({ at, color: error && "red.fg", text: error ? `Reading it again failed: ${error}` : `${count(rows)} rows were read again` })),
+    ...rereads.map(({ at, rows }) => ({ at, text: `${count(rows)} rows were read again` })),
     ...(verified ? [{ at: verified.at, color: verified.equal ? undefined : "red.fg", text: verified.equal ? `${count(verified.rows)} rows, all equal` : `${count(verified.differences)} rows differ` }] : []),
   ].sort((a, b) => b.at - a.at);
   return h(

@@ -5,7 +5,7 @@ import { ago, count, duration, moment } from "./format.js";
 import { Panel, TABLE_STATES, TableBadge } from "./parts.js";
 
 const { Box, Button, Flex, Input, Text } = ChakraUI;
-const { memo, useMemo, useState } = React;
+const { useMemo, useState } = React;
 
 const OPERATIONS = ["Inserts", "Updates", "Deletes"];
 const FEW = 12;
@@ -87,7 +87,7 @@ export function Tables({ tables, now, narrow }) {
         : h(
             Box,
             { overflowX: "auto" },
-            h(Box, { as: "table", css: STYLE }, h(Heads, { order, setOrder }), h("tbody", null, listed.map((table) => h(Row, { key: table.table, now, text: JSON.stringify(table) })))),
+            h(Box, { as: "table", css: STYLE }, h(Heads, { order, setOrder }), h("tbody", null, listed.map((table) => h(Row, { key: table.table, now, table })))),
           ),
     shown.length > FEW && h(Button, { mt: 2, onClick: () => setAll(!all), size: "xs", variant: "ghost" }, all ? "Show fewer" : `Show all ${count(shown.length)} tables`),
   );
@@ -132,9 +132,7 @@ const rowsTitle = ({ rows, verified }) => (verified ? `${count(rows)} rows when 
 
 const verifiedText = (verified, now) => (verified == null ? "never" : `${verified.equal ? "equal" : `${count(verified.differences)} differ`}, ${ago(verified.at, now)}`);
 
-/** @param text the table as JSON, so that a row is drawn again only if something has changed. */
-const Row = memo(function Row({ text, now }) {
-  const table = JSON.parse(text);
+function Row({ table, now }) {
   const { per_minute: minute, total, changed_at: changed, delay, verified } = table;
   return h(
     "tr",
@@ -148,7 +146,7 @@ const Row = memo(function Row({ text, now }) {
     h("td", null, duration(delay)),
     h(Text, { as: "td", color: verified && !verified.equal ? "red.fg" : undefined, title: verified == null ? undefined : moment(verified.at) }, verifiedText(verified, now)),
   );
-});
+}
 
 /** A table on a narrow screen. */
 function Line({ table, now }) {
