@@ -197,6 +197,7 @@ def test_a_pipeline_is_triggered_from_its_form_and_paused_and_verified_on_the_pa
                 client.mark_run(VERIFY, each, "failed")
         before = client.runs(VERIFY).keys()
         page.get_by_role("button", name="Verify").click()
+        page.get_by_role("alertdialog").get_by_role("button", name="Verify").click()
         page.get_by_text(f"Dag {VERIFY} has been triggered.").wait_for()
     comparison = new_run(VERIFY, before)
     airflow.succeed(VERIFY, comparison)
