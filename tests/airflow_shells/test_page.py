@@ -308,7 +308,8 @@ def test_the_state_of_a_table(tmp_path: Path, report: dict[str, Any], states: li
     chunks = [{"table": label, "index": 0, "finished": False, "rows": 0} for label in ("a.b", "a.bc")]
     chunks = [chunk | {"lower": None, "upper": None} for chunk in chunks]
     sinks = [{"type": "postgres", "targets": {"a.bc": ["x", "bc"], "a.x": ["x", "x"]}}]
-    ledger = Ledger.of({"epoch": 1, "chunks": chunks, "sinks": sinks})
+    shapes = {label: {"columns": [], "key": []} for label in ("a.b", "a.bc", "a.x")}
+    ledger = Ledger.of({"epoch": 1, "chunks": chunks, "sinks": sinks, "tables": shapes})
     if "error" in report:
         report["error"] = report["error"] | {"message": "the column a.b.c is dropped"}
 

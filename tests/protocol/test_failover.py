@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import psycopg
 import pytest
@@ -22,11 +23,12 @@ from airflow_cdc_provider.engine.core.lsn import parse_lsn
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.core.waiting import await_condition
 from airflow_cdc_provider.engine.postgres import replication
-from airflow_cdc_provider.engine.postgres.connection import connected
+from airflow_cdc_provider.engine.postgres.connection import Connection, connected
 from airflow_cdc_provider.engine.postgres.timeline import Switch, left_at, parse_history, read_history
 from airflow_cdc_provider.engine.runs.restarting import keep_trying
 from airflow_cdc_provider.engine.runs.run import Run, run_part
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import SnapshotReader
+from airflow_cdc_provider.engine.sources.postgres.stream.sink_fanout import SinkFanout
 from airflow_cdc_provider.engine.sources.postgres.stream.spark_source import SlotStreamReader
 from airflow_cdc_provider.engine.sources.postgres.stream.stream_job import StreamJob
 from airflow_cdc_provider.engine.sources.postgres.wal import wal_reader
@@ -249,11 +251,18 @@ def stream_through(
     pipeline: PipelineUnderTest, monkeypatch: pytest.MonkeyPatch, strike: Callable[[], None]
 ) -> list[CdcError]:
     """Stream like the job, with an event between the gate and the replication connection; return its errors."""
+    pipeline.change(stream={"heartbeat": "1 minute"})  # until then, nothing else finds that the source has gone
     errors: list[CdcError] = []
-    open_replication = replication.open_replication
+    open_replication, check_catalog = replication.open_replication, SinkFanout.check_catalog
+    watching = Event()
+
+    def checked(sinks: SinkFanout, source: Connection) -> None:
+        check_catalog(sinks, source)
+        watching.set()
 
     def struck(dsn: str, application: str) -> pq.PGconn:
         if not errors:
+            assert watching.wait(SECONDS)
             strike()
         return open_replication(dsn, application)
 
@@ -266,6 +275,7 @@ def stream_through(
 
     with monkeypatch.context() as patch, run_part(pipeline.pipeline, "stream", None) as (run, record):
         patch.setattr(wal_reader, "open_replication", struck)
+        patch.setattr(SinkFanout, "check_catalog", checked)
         keep_trying(run, record, lambda record: attempt(run, record))
     return errors
 

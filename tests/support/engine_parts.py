@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from airflow_cdc_provider.engine.core.chunk import Chunk
 from airflow_cdc_provider.engine.core.errors import CdcError
 from airflow_cdc_provider.engine.core.lsn import Lsn
 from airflow_cdc_provider.engine.core.record import Record
 from airflow_cdc_provider.engine.pipeline.pipeline import Pipeline
+from airflow_cdc_provider.engine.pipeline.restart_strategy import Restart
 from airflow_cdc_provider.engine.postgres.connection import connected
 from airflow_cdc_provider.engine.postgres.server_identity import ServerIdentity
 from airflow_cdc_provider.engine.runs.commit_records import existing_record, sink_of
 from airflow_cdc_provider.engine.runs.progress import StreamProgress
+from airflow_cdc_provider.engine.runs.restarting import keep_trying
 from airflow_cdc_provider.engine.runs.run import Run, run_part
 from airflow_cdc_provider.engine.sources.postgres.reading.chunk_task import ChunkTask, copy_chunk
 from airflow_cdc_provider.engine.sources.postgres.reading.snapshot_read import plan_chunk_read
@@ -43,8 +46,9 @@ def apply_stream(pipeline: Pipeline, until: int, takeover: bool = False) -> None
     :param until: end LSN of a marker.
     :param takeover: continue although another run is alive.
     """
-    with run_part(pipeline, "stream", None, takeover) as (run, record):
-        follow_log(run, record, until)
+    once = replace(pipeline, stream=replace(pipeline.stream, restart=Restart(strategy="none")))
+    with run_part(once, "stream", None, takeover) as (run, record):
+        keep_trying(run, record, lambda record: follow_log(run, record, until))
 
 
 def follow_log(

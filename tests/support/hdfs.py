@@ -90,6 +90,11 @@ class HdfsCluster:
     def paused(self) -> Iterator[None]:
         """Halt the cluster."""
         self.process.suspend()
+        # The threads of a process stop one after the other, and each may still answer until then.
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        assert await_condition(
+            lambda: all(file.read_text().rpartition(")")[2].split()[0] == "T" for file in tasks.glob("*/stat")), SECONDS
+        )
         try:
             yield
         finally:

@@ -9,7 +9,7 @@ import pytest
 from airflow_cdc_provider.engine import commands
 from local_servers.mariadb import MariadbServer
 from tests.conftest import Databases
-from tests.support.audited import AUDITED, assert_exactly_once, writing
+from tests.support.audited import AUDITED, assert_exactly_once, await_transactions, writing
 from tests.support.mysql import MysqlPipeline
 from tests.support.sparkless import DONE, SparklessRun
 
@@ -30,10 +30,11 @@ def test_a_table_under_change_is_copied_and_followed_exactly_once(
         stream={"max_batch_bytes": "256KiB"},
     )
     pipeline.source(AUDITED)
-    with writing(databases.source):
+    with writing(databases.source) as writers:
         for _ in range(2):
             run = SparklessRun(pipeline.file)
             assert (run.wait(), run.message) == (DONE, "")
+        await_transactions(writers, 20)  # the runs may be over before much is written
     pipeline.apply()
     if mode == "mirror":
         rows = "SELECT id, body, big FROM {}.t ORDER BY id"
