@@ -246,7 +246,7 @@ def test_copied_and_streamed_beside_writers(pipeline: SqliteUnderTest) -> None:
 
 def test_killed_again_and_again_around_its_commits(pipeline: SqliteUnderTest) -> None:
     pipeline.source(AUDITED, *KEYLESS)
-    with writing(pipeline.databases.source, LONG_PAUSE):
+    with writing(pipeline.databases.source):
         for place in PLACES:
             broken = SparklessRun(pipeline.file, f"{place}:kill")
             assert (broken.wait(), broken.message) == (-9, ""), place
@@ -260,7 +260,7 @@ def test_killed_again_and_again_around_its_commits(pipeline: SqliteUnderTest) ->
 
 def test_overtaken_while_it_stands_still(pipeline: SqliteUnderTest) -> None:
     pipeline.source(AUDITED, *KEYLESS)
-    with writing(pipeline.databases.source, LONG_PAUSE):
+    with writing(pipeline.databases.source):
         for place in ("after-chunk-staged", "before-batch-commit"):
             paused = SparklessRun(pipeline.file, f"{place}:pause")
             try:

@@ -39,7 +39,7 @@ STATEMENTS = (
 )
 
 
-LONG_PAUSE = 0.2
+LONG_PAUSE = 0.04
 """Seconds, for tests of many runs: they take long on a busy machine, and all that is written meanwhile is read."""
 
 
