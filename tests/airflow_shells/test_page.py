@@ -29,50 +29,25 @@ from airflow_cdc_provider.engine.runs.record_copy import write_record_copy
 from airflow_cdc_provider.engine.runs.run_errors import request_stop
 from airflow_cdc_provider.engine.state import submission
 from airflow_cdc_provider.engine.state.files import State
-from airflow_cdc_provider.engine.state.heartbeat import Heartbeat, Owner, write_heartbeat
+from airflow_cdc_provider.engine.state.heartbeat import write_heartbeat
 from airflow_cdc_provider.engine.state.history import extended
-from airflow_cdc_provider.engine.state.stops import StopRequest
 from airflow_cdc_provider.engine.state.submission import Submission
 from airflow_cdc_provider.plugins import cdc
 from airflow_cdc_provider.plugins.api import STATIC, Pipelines, make_app
-from airflow_cdc_provider.plugins.conditions import LIVE_SECONDS, Condition, condition
-from airflow_cdc_provider.plugins.dags import CdcDag
-from airflow_cdc_provider.plugins.ledgers import CELLS, Ledger, TableChunks
+from airflow_cdc_provider.plugins.conditions import condition
+from airflow_cdc_provider.plugins.ledgers import TableChunks
 from airflow_cdc_provider.plugins.overview import describe, summarize, wants_poll
 from airflow_cdc_provider.plugins.pipeline_files import find_pipelines, read_pipeline
 from airflow_cdc_provider.plugins.reports import PipelineReport, Reports, read_report
 from airflow_cdc_provider.plugins.slot_polls import SlotAnswer, SlotPolls
 from airflow_cdc_provider.plugins.spark_ui import SparkJob, address_of, explain, page
 from tests.conftest import Databases
+from tests.support.page_reports import GONE, SLOT, THIS, beat, write_file
 from tests.support.patience import SECONDS
 from tests.support.pipelines import PipelineUnderTest
 from tests.support.streaming import Streaming
 
 pytestmark = pytest.mark.airflow
-
-THIS = Owner.this()
-GONE = Owner(THIS.host, THIS.pid, THIS.started + 1)
-SLOT = {"restart_lsn": "0/100", "confirmed_flush_lsn": "0/180", "retained_bytes": 0x200, "wal_status": "reserved"}
-ERROR = {"kind": "StreamFailed", "message": "it broke", "solution": "mend it", "retry": "retry"}
-
-
-def write_file(folder: Path, name: str, **sections: Any) -> Path:
-    """Write a pipeline file whose servers only workers know."""
-    document = {
-        "pipeline": name,
-        "source": {"dsn": "postgresql://cdc:${SECRET_OF_WORKERS}@db/shop", "tables": ["public.*"]},
-        "sink": {"conn_id": "known_to_workers"},
-        "state": str(folder / "states" / name),
-    }
-    path = folder / f"{name}.yaml"
-    path.write_text(json.dumps(document | sections), encoding="utf-8")
-    return path
-
-
-def beat(part: str = "stream", owner: Owner = THIS, ended: bool = False, epoch: int = 1, **progress: Any) -> Heartbeat:
-    return Heartbeat(owner, part, epoch, time.time(), ended, progress)
-
-
 # -- the plugin --------------------------------------------------------------------------------------
 
 
@@ -128,35 +103,6 @@ def test_files_are_found_in_a_folder_or_by_a_glob_and_wrong_ones_say_why(tmp_pat
 
 
 # -- contents ------------------------------------------------------------------------------------------
-
-
-ENDED_BEATS = (beat(ended=True),)
-STOPPED = PipelineReport(ENDED_BEATS, stop=StopRequest(1.0, "alice", ["stream"], [THIS]))
-DAG, PAUSED_DAG, SCHEDULED_DAG = CdcDag("d", False), CdcDag("d", True, 9.0), CdcDag("d", False, 9.0)
-
-
-@pytest.mark.parametrize(
-    ("report", "dag", "expected"),
-    [
-        (PipelineReport(), PAUSED_DAG, Condition("new")),
-        (PipelineReport((beat(),)), PAUSED_DAG, Condition("live")),
-        (PipelineReport((beat(lag_seconds=LIVE_SECONDS + 1),)), DAG, Condition("catching up")),
-        (PipelineReport((beat("snapshot-0"), beat("stream", GONE))), DAG, Condition("copying")),
-        (PipelineReport((beat("resnapshot"), beat("stream", GONE))), DAG, Condition("reading again")),
-        (PipelineReport((beat(restart={"error": ERROR}),)), DAG, Condition("restarting")),
-        (PipelineReport(ENDED_BEATS), None, Condition("idle")),
-        (PipelineReport(ENDED_BEATS), SCHEDULED_DAG, Condition("idle", None, 9.0)),
-        (STOPPED, DAG, Condition("stopped", "alice")),
-        (STOPPED, SCHEDULED_DAG, Condition("idle", "alice", 9.0)),
-        (STOPPED, PAUSED_DAG, Condition("paused", "alice")),
-        (PipelineReport(ENDED_BEATS, error=ERROR), PAUSED_DAG, Condition("failed")),
-        (PipelineReport(error=ERROR), DAG, Condition("failed")),
-        (PipelineReport(ENDED_BEATS, error=ERROR, starting=True), DAG, Condition("starting")),
-        (PipelineReport((beat(),), error=ERROR), DAG, Condition("live")),
-    ],
-)
-def test_the_state_of_a_pipeline_in_a_word(report: PipelineReport, dag: CdcDag | None, expected: Condition) -> None:
-    assert condition(report, None, dag) == expected
 
 
 def test_a_job_that_begins_and_one_that_is_lost_are_told_from_the_state(tmp_path: Path) -> None:
@@ -256,68 +202,6 @@ def test_a_pipeline_as_a_line(tmp_path: Path) -> None:
     assert (slot["acknowledged_bytes"], slot["applied_bytes"], slot["lag_bytes"]) == (0x80, 0x80, 0x100)
     assert (slot["level"], slot["budget_bytes"], slot["applied_lsn"]) == ("warning", 600, "0/200")
     assert line["waiting"] == "for a lock"
-
-
-def test_chunks_stand_in_a_bounded_grid_with_those_that_jobs_have_told_of(tmp_path: Path) -> None:
-    file = read_pipeline(write_file(tmp_path, "shop"))
-    chunks = [
-        {"table": table, "index": i, "lower": None, "upper": [str(i)], "finished": i < 2, "rows": 7}
-        for table, number in (("public.large", 1000), ("public.small", 4))
-        for i in range(number)
-    ]
-    job = beat(
-        "snapshot-0",
-        chunks=4,
-        finished=1,
-        rows=7,
-        rows_per_second=3,
-        eta_seconds=9,
-        finished_chunks=[["public.small", 2, 2]],
-        running_chunks=[["public.small", 3, 3]],
-    )
-
-    told = describe(file, PipelineReport((job,), ledger=Ledger.of({"epoch": 1, "chunks": chunks})), None, time.time())
-
-    large, small = told["tables"]
-    counts = [large[name] for name in ("total", "per_minute", "changed_at", "verified")]
-    assert counts == [[0, 0, 0], None, None, None]
-    assert [(table["state"], table["chunks"], table["finished"]) for table in (large, small)] == [
-        ("copying", 1000, 2),
-        ("copying", 4, 3),
-    ]
-    ledger = Ledger.of({"epoch": 1, "chunks": chunks})
-    assert len(ledger.cells("public.large", [job])["cells"]) <= CELLS
-    cells = ledger.cells("public.small", [job])["cells"]
-    assert [(cell["done"], cell["running"]) for cell in cells] == [(1, False)] * 3 + [(0, True)]
-    assert (told["snapshot"]["finished"], told["snapshot"]["eta"]) == (1, 9)
-
-
-@pytest.mark.parametrize(
-    ("report", "states"),
-    [
-        ({"beats": (beat("snapshot-0", running_chunks=[["a.b", 0, 0]]),)}, ["copying", "waiting", "copied"]),
-        ({"beats": (beat(),)}, ["live", "live", "live"]),
-        ({"beats": (beat(),), "rereads": frozenset({"a.bc"})}, ["live", "reading again", "live"]),
-        ({"beats": (beat(ended=True),), "error": ERROR}, ["failed", "failed", "failed"]),
-        ({"beats": ()}, ["new", "new", "new"]),
-    ],
-)
-def test_the_state_of_a_table(tmp_path: Path, report: dict[str, Any], states: list[str]) -> None:
-    """The third has no chunks; an error is the cause of the tables that it names, and of no other ones."""
-    file = read_pipeline(write_file(tmp_path, "shop"))
-    chunks = [{"table": label, "index": 0, "finished": False, "rows": 0} for label in ("a.b", "a.bc")]
-    chunks = [chunk | {"lower": None, "upper": None} for chunk in chunks]
-    sinks = [{"type": "postgres", "targets": {"a.bc": ["x", "bc"], "a.x": ["x", "x"]}}]
-    shapes = {label: {"columns": [], "key": []} for label in ("a.b", "a.bc", "a.x")}
-    ledger = Ledger.of({"epoch": 1, "chunks": chunks, "sinks": sinks, "tables": shapes})
-    if "error" in report:
-        report["error"] = report["error"] | {"message": "the column a.b.c is dropped"}
-
-    told = describe(file, PipelineReport(ledger=ledger, **report), None, time.time())
-
-    assert [table["table"] for table in told["tables"]] == ["a.b", "a.bc", "a.x"]
-    assert [table["state"] for table in told["tables"]] == states
-    assert [bool(table["cause"]) for table in told["tables"]] == ["error" in report, False, False]
 
 
 def test_a_ledger_is_divided_once_for_all_who_look(
